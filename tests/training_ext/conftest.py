@@ -19,7 +19,7 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.main import main as ext_main
 from open_clip_ext.metrics_file import read_metrics
-from training_ext.openclip.hosts import TASKS, host
+from training_ext.core import hosts
 from training_ext.openclip.loading import load_plain
 
 torch.set_num_threads(1)
@@ -69,7 +69,7 @@ def run_main(main, arguments: str, folder: Path) -> int:
 
 def given_to_epoch(given: tuple) -> tuple:
     """Model, loss, epoch, optimizer and scaler of the arguments of the host's train_one_epoch."""
-    if host().loop == TASKS:
+    if hosts.installed().HAS_TASKS:
         (state, *_) = given
         loss = getattr(state.task, "loss", None)
         return state.task.trainable_module, loss, state.epoch, state.optimizer, state.scaler

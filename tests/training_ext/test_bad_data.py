@@ -27,6 +27,7 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from training_ext.components.bad_samples import BadSamples, usable
 from training_ext.components.bad_samples import component as skips
+from training_ext.core import hosts
 from training_ext.core.epoch import Epoch
 from training_ext.core.rows import RowLoader
 from training_ext.core.training import Training
@@ -34,7 +35,6 @@ from training_ext.data.first_look import look_at_lines, look_at_shards
 from training_ext.data.keys import read_table
 from training_ext.data.rows import read_csv
 from training_ext.data.shard_rows import rows_of_shards
-from training_ext.openclip.hosts import host
 from training_ext.scoring.pairs import CsvPairs, PairShards
 from training_ext.tools.pairs.sources import find_sources
 
@@ -459,9 +459,9 @@ def test_what_loader_workers_get_can_be_pickled(tmp_path):
     counts = counter()
     counts.training = Training([counts], lambda: None)
     stage = usable.Decode(wds.decode, counts, 0)("pilrgb", handler=None)
-    loop = host()
-    accepts = getattr(importlib.import_module(loop.shards), loop.sample_filter)
-    complete = usable.CountIncomplete(accepts() if loop.builds_filter else accepts, counts)
+    data = importlib.import_module("open_clip_train.data")
+    accepts = data.FilterValidSample() if hosts.installed().HAS_TASKS else data.filter_no_caption_or_no_image
+    complete = usable.CountIncomplete(accepts, counts)
     stages = pickle.loads(pickle.dumps([stage, complete, rows_of_shards(None, counts.skip_shard, counts.end_shard)]))
     tar(tmp_path / "0.tar", [("0.txt", b"a"), ("1.jpg", b"b"), ("1.txt", b"c")])
     decode, complete, shard_rows = stages

@@ -17,9 +17,9 @@ from open_clip_train import data as open_clip_data
 from open_clip_train.data import SharedEpoch
 
 from open_clip_ext.data import Scenes
+from training_ext.core import hosts
 from training_ext.data.captions import JsonCaptions, Pictures, draw_from_lines, drawn
 from training_ext.data.keys import keys_of_captions, read_table
-from training_ext.openclip.hosts import TASKS, host
 
 # Keys of captions tell which ones the loss has met.
 COMMON = f"{LOSSES['fastclip-v3']} --epochs 2 --batch-size 4 --same-caption"
@@ -124,7 +124,7 @@ def test_fields_with_weights(weights, likely):
         assert abs(counts[name] - 400 * probability) <= 5 * math.sqrt(400 * probability * (1 - probability))
     assert count({"long": " ", "short": 5, "other": "x"}, 20) == {"x": 20}
     assert count({"text": "x"}, 1) == {"": 1}
-    if host().loop == TASKS:
+    if hosts.installed().HAS_TASKS:
         open_clip_data.random.seed(0)
         theirs = open_clip_data.JsonCaptionExtractor("long;short;other", weights or None)
         drawn_by_open_clip = Counter(theirs({name: name for name in FIELDS}) for _ in range(400))
@@ -134,7 +134,7 @@ def test_fields_with_weights(weights, likely):
 
 def test_fields_of_openclip_in_shards(run, told, captions, tmp_path):
     """In a training as in `test_lists_in_shards`; OpenCLIP itself reads the captions of the validation shards."""
-    if host().loop != TASKS:
+    if not hosts.installed().HAS_TASKS:
         pytest.skip("this OpenCLIP has no such flag")
     of_row = lambda row: dict(zip(("long", "short"), CAPTIONS[2 * row : 2 * row + 2], strict=True))  # noqa: E731
     shards = json_shards.write(tmp_path, 16, of_row, has_text=False).format(last=1)

@@ -21,7 +21,6 @@ from training_ext.data.rows import DataRows
 from training_ext.data.shards import Shards
 from training_ext.flags.params import parse_args
 from training_ext.launch import build
-from training_ext.openclip.hosts import host
 
 DATA = "open_clip_train.data"
 SCOPES = (RUN, TRAIN_DATA, VAL_DATA)
@@ -55,7 +54,7 @@ def test_every_name_is_replaced_once_in_a_scope_and_layer():
 def test_every_name_is_a_seam_of_the_host():
     """Of the OpenCLIP that is found first, see `test_versions`."""
     found = Path(open_clip.__file__).parents[1]
-    assert Path(host().main_module.__file__).is_relative_to(found)
+    assert Path(hosts.installed().main().__file__).is_relative_to(found)
     check_seams(hosts.installed())
 
 
@@ -67,7 +66,7 @@ def test_names_are_replaced_in_their_scope_only(scope, loss):
     before = names()
     with in_place(run.seams(), scope):
         changed = {place for place, value in names().items() if "." in place[1] or value != before[place]}
-        assert torch.save is before[host().main, "torch.save"]  # of others than OpenCLIP's main
+        assert torch.save is before["open_clip_train.main", "torch.save"]  # of others than OpenCLIP's main
     assert set(owned) - changed <= {(DATA, "wds.shuffle"), (DATA, "wds.WebLoader"), (DATA, "ResampledShards2")}
     assert names() == before
 
@@ -110,7 +109,7 @@ def breaks(*args, **kwargs):
     [
         ("neuclip", None),
         ("neuclip", "open_clip_train.data.DataLoader"),  # while the train data are built
-        ("neuclip", f"{host().train}.unwrap_model"),  # within an epoch
+        ("neuclip", "open_clip_train.train.unwrap_model"),  # within an epoch
     ],
 )
 def test_every_name_is_restored(datasets, tmp_path, monkeypatch, loss, broken):
@@ -125,8 +124,8 @@ def test_every_name_is_restored(datasets, tmp_path, monkeypatch, loss, broken):
     assert (code == 0) == (broken is None)  # before the first step a line and code 2, then an exception
     after = names()
     assert all(after[place] == before[place] for place in before)
-    assert isinstance(host().main_module.torch, type(importlib))
-    assert isinstance(importlib.import_module(host().shards).wds, type(importlib))
+    assert isinstance(hosts.installed().main().torch, type(importlib))
+    assert isinstance(importlib.import_module("open_clip_train.data").wds, type(importlib))
 
 
 def test_the_table_is_printed_by_component(capsys):

@@ -9,15 +9,16 @@ import open_clip
 import pytest
 import torch
 from conftest import ext_main, run_main
+from open_clip_train import train as open_clip_train
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.data.scenes import COLOURS
 from training_ext.components.keep_best import BEST, START
 from training_ext.components.scenes import CAPTIONS, KINDS, classify_scenes, example, kind_of
+from training_ext.core import hosts
 from training_ext.core.component import Components
 from training_ext.data.metrics import SCENES, evaluated_metrics, is_better, num_items, open_clip_metrics
 from training_ext.flags.params import parse_args
-from training_ext.openclip.hosts import host
 
 FLAGS = "--dataset-type shapes --train-num-samples 32 --val-num-samples 16 --workers 0"
 TUNE = "--loss tuneclip --osr-epochs 1"
@@ -38,14 +39,14 @@ def evaluations(monkeypatch):
     def set_to(values: list[float]) -> list[int]:
         rest, at = list(values), []
 
-        @wraps(host().train_module.evaluate)  # by whose names components see whether they can run
+        @wraps(open_clip_train.evaluate)  # by whose names components see whether they can run
         def evaluate(model, data, epoch, args, tb_writer=None, tokenizer=None):
             at.append(epoch)
             value = rest.pop(0)
             return {RECALL: value, "clip_val_loss": 1 - value, "epoch": epoch, "num_samples": 400}
 
-        monkeypatch.setattr(host().main_module, "evaluate", evaluate)
-        monkeypatch.setattr(host().train_module, "evaluate", evaluate)
+        monkeypatch.setattr(hosts.installed().main(), "evaluate", evaluate)
+        monkeypatch.setattr(open_clip_train, "evaluate", evaluate)
         return at
 
     return set_to
@@ -147,7 +148,7 @@ def test_the_best_weights_are_kept(run, pretrained, evaluations, tmp_path, value
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, trained["state_dict"][name].cpu()), name
     assert torch.load(path, weights_only=True)["metrics"]["epoch"] == best
-    latest = host().main_module.get_latest_checkpoint(str(experiment.path / "checkpoints"), remote=False)
+    latest = hosts.installed().main().get_latest_checkpoint(str(experiment.path / "checkpoints"), remote=False)
     assert latest.endswith("epoch_3.pt")
     assert not list(experiment.path.rglob("*.partial"))
     evaluations([0.5] * 3)

@@ -10,8 +10,8 @@ from open_clip_train.distributed import is_using_distributed
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.main import exit_code
+from training_ext.core import hosts
 from training_ext.core.plan import world_info
-from training_ext.openclip.hosts import host
 from training_ext.openclip.machine import processes_here
 
 NAMES = (
@@ -59,7 +59,7 @@ def test_a_training_whose_output_nobody_reads_has_failed(datasets, tmp_path, mon
         if epoch == 2:
             raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr(host().main_module, "evaluate", evaluate)
+    monkeypatch.setattr(hosts.installed().main(), "evaluate", evaluate)
     flags = f"{datasets['shapes']} {LOSSES['fastclip-v3']} --val-num-samples 8 --workers 0 --epochs 3 --name x"
     assert run_main(ext_main, flags, tmp_path) == 2
     line = capfd.readouterr().err.splitlines()[-1]

@@ -7,10 +7,10 @@ from conftest import TINY
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.main import main
+from training_ext.core import hosts
 from training_ext.flags.params import parse_args
 from training_ext.flags.preflight import prepare_shapes
 from training_ext.flags.rules import RULES, Given, check_rules
-from training_ext.openclip.hosts import TASKS, host
 
 SHAPES = "--dataset-type shapes --train-num-samples 16 --epochs 4 --batch-size 8"
 OURS = f"{SHAPES} --loss fastclip-v3"
@@ -105,10 +105,10 @@ broken: set[int] = set()
 
 @pytest.mark.parametrize("arguments, line", CASES)
 def test_a_rule(monkeypatch, arguments, line):
-    if host().loop != TASKS and any(flag in arguments for flag in OF_TASKS):
+    if not hosts.installed().HAS_TASKS and any(flag in arguments for flag in OF_TASKS):
         pytest.skip("this OpenCLIP has no such flag")
     for logger in ("wandb", "tensorboard"):
-        monkeypatch.setattr(host().main_module, logger, None)
+        monkeypatch.setattr(hosts.installed().main(), logger, None)
     args = parse_args(arguments.split())
     prepare_shapes(args)
     monkeypatch.setenv("WORLD_SIZE", "2" if "--fsdp" in arguments or "amorlip" in arguments else "1")
@@ -127,7 +127,7 @@ def test_every_rule_has_a_case():
     of_tasks = {"text_layer_decay", "image_layer_decay", "torchcompile_strategy", "precision"}
     of_tasks |= {"captions_field", "json_text_key", "json_text_key_probs"}
     of_fsdp = {"osr_epochs", "keep_best", "zeroshot_data"}
-    assert left <= variable_text | (set() if host().loop == TASKS else of_tasks | of_fsdp)
+    assert left <= variable_text | (set() if hosts.installed().HAS_TASKS else of_tasks | of_fsdp)
 
 
 REMOTE = "--dataset-type webdataset --train-data https://a.example/00.tar"

@@ -17,9 +17,9 @@ from open_clip_ext.distributed import plain_name
 from open_clip_ext.metrics_file import read_metrics
 from open_clip_ext.recovery import FrozenWeights
 from training_ext.components.recovery.recovery import FIRST_EPOCH, UNFINISHED
-from training_ext.core.rows import RowLoader
+from training_ext.core import hosts
+from training_ext.core.rows import RowLoader, pair_of
 from training_ext.flags.params import parse_args
-from training_ext.openclip.hosts import host
 
 TUNE = "--loss tuneclip --lr 1e-3"
 @pytest.fixture(scope="session")
@@ -52,7 +52,7 @@ class Epoch:
 def epochs(monkeypatch) -> list[Epoch]:
     """Every epoch of OpenCLIP, the recovery's included, as it begins."""
     seen = []
-    original = host().main_module.train_one_epoch
+    original = hosts.installed().main().train_one_epoch
 
     def recorded(*given, **kwargs):
         seen.append(epoch := Epoch(*given_to_epoch(given)))
@@ -60,7 +60,7 @@ def epochs(monkeypatch) -> list[Epoch]:
         epoch.gamma = getattr(epoch.normalizer, "current_gamma", None)  # set at the epoch's first batch
         return result
 
-    monkeypatch.setattr(host().main_module, "train_one_epoch", recorded)
+    monkeypatch.setattr(hosts.installed().main(), "train_one_epoch", recorded)
     return seen
 
 
@@ -74,7 +74,7 @@ def equal(one, other) -> bool:
 @pytest.fixture
 def killed(monkeypatch) -> Callable[[int | None], list[int]]:
     """killed(at): from now on the epoch with that number dies at its start; the numbers of the epochs begun."""
-    original = host().main_module.train_one_epoch
+    original = hosts.installed().main().train_one_epoch
 
     def from_now_on(at: int | None) -> list[int]:
         begun = []
@@ -85,7 +85,7 @@ def killed(monkeypatch) -> Callable[[int | None], list[int]]:
                 raise Killed
             return original(*given, **kwargs)
 
-        monkeypatch.setattr(host().main_module, "train_one_epoch", epoch_or_death)
+        monkeypatch.setattr(hosts.installed().main(), "train_one_epoch", epoch_or_death)
         return begun
 
     return from_now_on
@@ -103,7 +103,7 @@ def test_algorithm_1_in_float64(run, datasets, pretrained, monkeypatch, tmp_path
 
     def recorded(self):
         for batch in original(self):
-            batches.append([tensor.clone() for tensor in (*host().pair(batch), self.latest()["index"])])
+            batches.append([tensor.clone() for tensor in (*pair_of(batch), self.latest()["index"])])
             yield batch
 
     monkeypatch.setattr(RowLoader, "__iter__", recorded)

@@ -8,7 +8,7 @@ import torch
 from conftest import LOSSES
 
 from open_clip_ext import MODEL_CONFIGS
-from training_ext.openclip.hosts import host
+from training_ext.core import hosts
 
 
 def same(a: dict, b: dict, path: str = "") -> None:
@@ -34,7 +34,7 @@ def test_open_clips_own_losses_train_as_open_clip_trains_them(run, datasets, arg
     open_clip.add_model_config(MODEL_CONFIGS)
     common = f"{datasets['csv']} --workers 0 --epochs 2"
     plain = "--siglip" if "siglip" in arguments else ""
-    theirs = run("theirs", f"{common} {plain}", main=host().main_module.main)
+    theirs = run("theirs", f"{common} {plain}", main=hosts.installed().main().main)
     ours = run("ours", f"{common} {arguments} {'--log-all' if '--loss' in arguments else ''}")
     assert len(theirs.open_clips_losses()) == 12 and ours.open_clips_losses() == theirs.open_clips_losses()
     same(ours.checkpoint(2), theirs.checkpoint(2))

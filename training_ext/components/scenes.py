@@ -15,10 +15,11 @@ from open_clip_ext.data.scenes import BACKGROUNDS, COLOURS, Scene, describe_scen
 from open_clip_ext.options import option
 from training_ext.core.component import Component
 from training_ext.core.epoch import Evaluation
+from training_ext.core.rows import pair_of
 from training_ext.core.seam import TRAIN_DATA, VAL_DATA, Seam
 from training_ext.data.metrics import SCENES, is_due
 from training_ext.data.scenes import shapes_dataset
-from training_ext.openclip.hosts import host, taken
+from training_ext.openclip.hosts import taken
 
 # The 180 classes: the colours of the two objects, in any order, and the background.
 KINDS = tuple((*pair, ground) for pair in combinations_with_replacement(sorted(COLOURS), 2) for ground in BACKGROUNDS)
@@ -59,7 +60,7 @@ def classify_scenes(model: torch.nn.Module, dataloader: Any, args: Namespace, to
             device=device,
         )
         for batch in dataloader:
-            images, _ = host().pair(batch)
+            images, _ = pair_of(batch)
             images = images.to(device=device, dtype=get_input_dtype(args.precision), non_blocking=True)
             for kind in (model(image=images)["image_features"] @ classifier).argmax(dim=1).tolist():
                 right += KINDS[kind] == kind_of(scenes.scene(seen))

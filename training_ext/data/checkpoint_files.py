@@ -10,11 +10,11 @@ from typing import Any
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import PARTIAL, whole_file
+from training_ext.core import hosts
 from training_ext.core.plan import trains
 from training_ext.core.state import entry_of
 from training_ext.data.checkpoint import SHARDED, SHARDED_PARTS
 from training_ext.data.row_folders import MARK, remove_unnamed
-from training_ext.openclip.hosts import TASKS, host
 from training_ext.openclip.loading import load_mapped
 
 # In the order of OpenCLIP's --resume latest, epoch_3_step_N.pt lies between epoch_3.pt and epoch_4.pt.
@@ -43,7 +43,7 @@ def batches_of(entry: dict[str, Any] | None) -> int:
 
 def is_whole_folder(path: str) -> bool:
     """Whether `path` is a complete checkpoint of shards, which only the task loop can resume from."""
-    return host().loop == TASKS and all(os.path.exists(os.path.join(path, part)) for part in SHARDED_PARTS)
+    return hosts.installed().HAS_TASKS and all(os.path.exists(os.path.join(path, part)) for part in SHARDED_PARTS)
 
 
 def furthest(folder: str, names: Iterable[str]) -> str | None:
@@ -80,7 +80,7 @@ def remove_older(path: str) -> None:
 def remove_folders(folder: str) -> None:
     """Remove what no run resumes from: folders of rows without a checkpoint, what a kill left half-written, and the
     file of --save-most-recent if the folder of shards that has taken its place is newer."""
-    file = os.path.join(folder, host().main_module.LATEST_CHECKPOINT_NAME)
+    file = os.path.join(folder, hosts.installed().main().LATEST_CHECKPOINT_NAME)
     shards = file.removesuffix(".pt")
     if os.path.exists(file) and os.path.isdir(shards) and furthest("", (file, shards)) == shards:
         os.remove(file)
@@ -112,7 +112,7 @@ def most_trained(folder: str, or_torn: bool = False) -> str | None:
     Args:
         or_torn: if none is whole, return one that is there. Else None.
     """
-    file = host().main_module.LATEST_CHECKPOINT_NAME
+    file = hosts.installed().main().LATEST_CHECKPOINT_NAME
     names = (file, file.removesuffix(".pt"), BEFORE_RENAME, newest_numbered(folder))
     there = [name for name in names if name is not None and os.path.exists(os.path.join(folder, name))]
     last = os.path.join(folder, there[-1]) if or_torn and there else None
@@ -136,7 +136,7 @@ def bring_up_to_date(args: Namespace) -> None:
     if args.resume != "latest" or not args.save_most_recent or args.remote_sync is not None:
         return
     folder = os.path.join(args.logs, args.name, "checkpoints")
-    latest = os.path.join(folder, host().main_module.LATEST_CHECKPOINT_NAME)
+    latest = os.path.join(folder, hosts.installed().main().LATEST_CHECKPOINT_NAME)
     shards = latest.removesuffix(".pt")
     ahead = most_trained(folder)
     if ahead is None or ahead == latest:

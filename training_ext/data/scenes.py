@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from open_clip_ext.data import Scenes
-from training_ext.openclip.hosts import host
+from training_ext.core import hosts
 
 HELD_OUT_SCENES = 1 << 40  # first row of the validation scenes, beyond any training set
 
@@ -16,7 +16,8 @@ class HostScenes(Scenes):
     """Generated scenes as samples of the host."""
 
     def __getitem__(self, i: int) -> Any:
-        return host().batch(*super().__getitem__(i))
+        image, tokens = super().__getitem__(i)
+        return {"image": image, "text": tokens} if hosts.installed().HAS_TASKS else (image, tokens)
 
 
 def shapes_dataset(args: Namespace, is_train: bool) -> Callable[..., Dataset]:

@@ -32,7 +32,7 @@ from training_ext.flags.data_checks import (
 from training_ext.flags.resumed import check_folder, find_resumed
 from training_ext.flags.rules import check_rules
 from training_ext.flags.trial import try_start
-from training_ext.openclip.hosts import host
+from training_ext.openclip.hosts import check_flags as check_ignored
 from training_ext.openclip.loading import known_config
 from training_ext.openclip.machine import check_device, check_name, processes_here
 
@@ -126,7 +126,7 @@ def check_plan(run: Run) -> None:
 def check_flags(run: Run) -> tuple[Loss | None, tuple[str, dict | None] | None]:
     """Check the flags, without reading the data; returns the loss with one row, and the result of `find_resumed`."""
     args = run.args
-    host().check_flags(args)
+    check_ignored(args)
     if args.name is not None:
         check_name(args)
     check_experiment(args)

@@ -7,13 +7,13 @@ from typing import Any
 
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
+from training_ext.core import hosts
 from training_ext.core.older import of_today
 from training_ext.core.plan import Plan, trains
 from training_ext.core.run import Run
 from training_ext.core.state import entry_of
 from training_ext.core.temperature import trains_logit_scale
 from training_ext.data.checkpoint import read_sharded_entry
-from training_ext.openclip.hosts import LEGACY, host
 from training_ext.openclip.loading import load_checkpoint
 
 
@@ -21,8 +21,8 @@ def check_folder(path: str | None, args: Namespace) -> None:
     """Raise InputError for a folder of shards that the training loop cannot read."""
     if path is None or not os.path.isdir(path):
         return
-    if host().loop == LEGACY:
-        raise InputError(f"{path!r} is a folder of shards, which {host().main} does not read", "--resume")
+    if not hosts.installed().HAS_TASKS:
+        raise InputError(f"{path!r} is a folder of shards, which open_clip_train.main does not read", "--resume")
     if not Plan(args).shards_model:
         raise InputError(f"{path!r} is a folder of shards, for --fsdp and several processes; give a file", "--resume")
 

@@ -15,7 +15,7 @@ import open_clip
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
-from training_ext.core.plan import global_batch, trains, world_info
+from training_ext.core.plan import Plan, global_batch, trains, world_info
 from training_ext.core.temperature import trains_logit_scale
 from training_ext.data.captions import fields_in
 from training_ext.data.keys import key_name
@@ -23,7 +23,7 @@ from training_ext.data.loss import build_loss
 from training_ext.data.rows import kind_of, needs_index
 from training_ext.flags.data_checks import shared_data
 from training_ext.flags.reference import is_unlike_reference
-from training_ext.openclip.hosts import has_lora, logger_is_installed, shards_model
+from training_ext.openclip.hosts import has_lora, logger_is_installed
 from training_ext.openclip.loading import known_config
 
 # Of names, by --dataset-type
@@ -38,7 +38,7 @@ class Given(Namespace):
         super().__init__(**vars(args))
         self.processes = world_info()[2]
         self.trains = trains(args)
-        self.shards_model = shards_model(args)
+        self.shards_model = Plan(args).shards_model
         self.loggers = [name.strip() for name in args.report_to.split(",") if name.strip()]
 
     @property

@@ -16,11 +16,11 @@ from open_clip.pretrained import is_pretrained_cfg
 from open_clip_train import params as open_clip_params
 from PIL import Image
 
+from training_ext.core import hosts
 from training_ext.core.patching import replaced
 from training_ext.core.plan import trains
 from training_ext.core.temperature import train_temperature
 from training_ext.openclip.failures import in_words
-from training_ext.openclip.hosts import host
 from training_ext.openclip.loading import known_config, load_mapped, logged
 
 # What would write, start processes or need a device, by the value without.
@@ -66,7 +66,8 @@ def needs_download(model: str) -> bool:
 
 def failure(args: Namespace) -> Exception | None:
     """What OpenCLIP's main raises before its first step; None if nothing, or if only the meta device is to blame."""
-    main, names = host().main, vars(host().main_module)
+    module = hosts.installed().main()
+    main, names = module.__name__, vars(module)
     tried = Namespace(**{**vars(args), **{name: value for name, value in WITHOUT.items() if name in args}})
     models: list[tuple[Any, Callable]] = []  # with their transforms of images for training
 
@@ -128,7 +129,7 @@ def failure(args: Namespace) -> Exception | None:
     ):
         warnings.simplefilter("ignore")
         try:
-            host().main_module.main(None)
+            module.main(None)
         except Begun:
             return None
         except SystemExit:
