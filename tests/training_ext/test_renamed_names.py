@@ -24,6 +24,7 @@ from training_ext.flags.params import parse_args
 TRAIN = "open_clip_train"
 # A run that wants every component and uses every seam
 WANTED = f"{LOSSES['fastclip-v3']} --dataset-type shapes --train-num-samples 16 --remote-sync x --name x"
+WANTED += " --fsdp" if hosts.installed().HAS_TASKS else ""
 
 
 def inner_seams() -> Iterator:
