@@ -21,7 +21,7 @@ from open_clip_ext.metrics_file import read_metrics
 from training_ext.components import retrieval
 from training_ext.components.exact_resume import stopping
 from training_ext.components.exact_resume.stopping import StopRequest
-from training_ext.components.exact_resume.workers import WorkersIgnoreSigterm
+from training_ext.components.loader_workers import WorkersIgnoreSigterm
 from training_ext.components.recovery.recovery import UNFINISHED
 from training_ext.components.remote_sync import RemoteSync
 from training_ext.core.rows import RowLoader

@@ -220,7 +220,7 @@ class StatisticsRecovery:
         content, epochs = read_unfinished(self.args, path), ceil(self.args.osr_epochs)
         self.load(content, path, "--resume")
         logging.info(f"=> resuming the recovery of statistics from '{path}' (epoch {content['done']} of {epochs})")
-        return {name: content.get(name) for name in ("done", "order", "position")}
+        return {name: content[name] for name in ("done", "order", "position") if name in content}
 
 
 def unfinished_path(plan: Plan) -> str | None:
