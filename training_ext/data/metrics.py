@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from open_clip_ext.retrieval import ANY_CAPTION, NUM_IMAGES, SIDES, VALIDATION
+from training_ext.core.epoch import Epoch
+from training_ext.core.plan import Plan
 from training_ext.data.rows import kind_of
 
 # Of the user's own classes, with DataComp's names for them; and the number of images.
@@ -39,6 +41,12 @@ def evaluated_metrics(args: Namespace, components: Iterable[Any], epoch: int | N
     """Names of the metrics that the run evaluates; after `epoch` epochs, if given."""
     added = [name for component in components for name in component.metrics()]
     return open_clip_metrics(args, epoch) + (added if is_due(args, epoch) else [])
+
+
+def saves_before_evaluation(plan: Plan, components: Iterable[Any], epoch: Epoch) -> bool:
+    """Whether an epoch's checkpoint is needed before its evaluation, which may fail; OpenCLIP saves after it."""
+    done = epoch.number + 1
+    return epoch.is_training and plan.saves_after(done) and bool(evaluated_metrics(plan.args, components, done))
 
 
 def smaller_is_better(metric: str) -> bool:

@@ -16,9 +16,8 @@ from math import ceil
 from typing import Any
 
 import torch
-from open_clip_train.distributed import broadcast_object
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.distributed import object_of_first
 from open_clip_ext.metrics_file import RECOVERY
 from open_clip_ext.recovery import FrozenWeights, check_frozen, digest_of, epoch_lengths, zero_learning_rates
 from open_clip_ext.surrogates import Identity
@@ -27,11 +26,9 @@ from training_ext.core.epoch import Epoch
 from training_ext.core.plan import Plan
 from training_ext.core.training import Training
 from training_ext.data import row_folders
-from training_ext.data.rows import DataRows
 from training_ext.data.seeding import AT_EPOCH, seed_all
 
 FIRST_EPOCH = 1 << 20  # number of the recovery's first epoch, which seeds the order of the data
-UNFINISHED = "recovery.state"  # in the experiment's folder; not *.pt, which `--resume latest` would take
 
 
 class ShortLoader:
@@ -70,16 +67,16 @@ class StatisticsRecovery:
     def __init__(self, training: Training, plan: Plan, first: Epoch, reference: torch.nn.Module | None):
         self.plan, self.args = plan, plan.args
         self.training, self.first, self.reference = training, first, reference
-        self.rows: DataRows | None = training.data.rows
         self.optimizer, self.scaler = first.optimizer, first.scaler
         self.weights = FrozenWeights(first.model)
-        self._unfinished = unfinished_path(plan)
+        self._unfinished = recovered.unfinished_path(plan)
 
     # Algorithm 1
 
     def recover(self) -> None:
         """Run the remaining epochs and save the recovered statistics."""
-        lengths = self._lengths(self.first.loader)
+        freq, steps = self.args.accum_freq, self.plan.steps(self.first.loader.num_batches)
+        lengths = [steps * freq for steps in epoch_lengths(self.args.osr_epochs, steps)]  # in batches
         saved = self._resume()
         done = 0 if saved is None else saved["done"]
         loss = self.training.loss
@@ -94,11 +91,6 @@ class StatisticsRecovery:
                 self._save(self._unfinished, epoch + 1)
         if self.args.osr_save:
             self._save(self.args.osr_save, len(lengths))
-
-    def _lengths(self, loader: Any) -> list[int]:
-        """Number of batches of each epoch."""
-        accum_freq = self.args.accum_freq
-        return [steps * accum_freq for steps in epoch_lengths(self.args.osr_epochs, loader.num_batches // accum_freq)]
 
     def _epoch(self, number: int, lengths: list[int], saved: dict[str, Any] | None) -> Epoch:
         """An epoch without OpenCLIP's schedule, which appears in the log only."""
@@ -142,7 +134,7 @@ class StatisticsRecovery:
         """What the statistics belong to, including the weights and the trained parameters."""
         trained = hashlib.sha256(" ".join(self._trained()).encode()).hexdigest()
         own = {
-            **recovered.identity(self.args, self.rows),
+            **recovered.identity(self.args, self.training.data.rows),
             "weights": f"digest {self.weights.digest()}",
             "trained parameters": f"{len(self._trained())}, digest {trained[:16]}",
         }
@@ -212,34 +204,9 @@ class StatisticsRecovery:
     def _resume(self) -> dict[str, Any] | None:
         """Load what an interrupted run of this experiment saved, and return it; None if there is nothing."""
         path = self._unfinished
-        found = path is not None and os.path.exists(path)
-        if self.args.distributed:
-            found = broadcast_object(self.args, found)
-        if path is None or not found:
+        if not object_of_first(path is not None and os.path.exists(path)) or path is None:
             return None
-        content, epochs = read_unfinished(self.args, path), ceil(self.args.osr_epochs)
+        content, epochs = recovered.read_unfinished(self.args, path), ceil(self.args.osr_epochs)
         self.load(content, path, "--resume")
         logging.info(f"=> resuming the recovery of statistics from '{path}' (epoch {content['done']} of {epochs})")
-        return {name: content.get(name) for name in ("done", "order", "position")}
-
-
-def unfinished_path(plan: Plan) -> str | None:
-    """The file from which an interrupted recovery resumes; None if the run writes no files."""
-    return None if plan.folder is None else os.path.join(plan.folder, UNFINISHED)
-
-
-def read_unfinished(args: Namespace, path: str) -> dict[str, Any]:
-    """Read the file of an interrupted recovery, as `recovered.read`.
-
-    Raises:
-        InputError: it cannot be read, or was to be of another length or with another surrogate.
-    """
-    content = recovered.read(path, "--resume")
-    for flag, own, saved in (
-        ("--osr-surrogate", args.osr_surrogate, content.get("surrogate", args.surrogate)),
-        ("--osr-epochs", f"{args.osr_epochs:g}", f"{content['epochs']:g}"),
-    ):
-        if saved != own:
-            text = f"{own}, but the interrupted recovery {path!r} has {saved}; give that, or remove the file"
-            raise InputError(text, flag)
-    return content
+        return {name: content[name] for name in ("done", "order", "position") if name in content}

@@ -1,11 +1,14 @@
-"""Keep the workers of a loader alive while a run still needs their batches."""
+"""Keep loader workers alive after SIGTERM or Ctrl-C, since the step in progress still needs their batches."""
 
 import multiprocessing
 import os
 import signal
+from argparse import Namespace
 from typing import Any
 
 from torch.utils.data import DataLoader
+
+from training_ext.core.component import Component
 
 
 class WorkersIgnoreSigterm:
@@ -45,3 +48,24 @@ class WorkersIgnoreSigterm:
             workers, loader._iterator = loader._iterator, None
             if workers is not None:
                 workers._shutdown_workers()  # type: ignore[attr-defined]
+
+
+class LoaderWorkers(Component):
+    """Has the workers of every loader of the run, in evaluations too, end with the run and not before."""
+
+    name = "loader_workers"
+
+    def __init__(self, args: Namespace):
+        super().__init__(args)
+        self._workers = WorkersIgnoreSigterm()
+
+    def wanted(self) -> bool:
+        return self.args.uses_ext_loss  # with OpenCLIP's own losses a signal ends the run at once
+
+    def data_built(self, data: dict[str, Any]) -> None:
+        self.training.data.worker_init = self._workers
+        for info in data.values():
+            self._workers.workers_of(info.dataloader)
+
+    def end(self, completed: bool) -> None:
+        self._workers.close()
