@@ -29,7 +29,7 @@ Readings fixed here, where the paper is silent:
 Shapes: m = prototypes per direction, k <= m of them active, d = embedding dimension, B = global batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -43,7 +43,8 @@ from open_clip_ext.kernels.prototype_gradient import PrototypeGradient
 from open_clip_ext.normalizers.npn import NPN
 from open_clip_ext.normalizers.ring import EmbeddingRing, RingNormalizer
 from open_clip_ext.normalizers.sharded_prototypes import ShardedLogSum
-from open_clip_ext.options import AT_LEAST_1, option
+from open_clip_ext.normalizers.update_graph import UpdateGraph
+from open_clip_ext.options import AT_LEAST_1, option, refuse_unused
 from open_clip_ext.side_model import MOMENTS, SideModel
 
 
@@ -60,7 +61,16 @@ class Prototypes(RingNormalizer, NPN):
         4096, "m, prototypes of the normalizer-prediction network per direction", in_state=True, **AT_LEAST_1
     )
     npn_split: bool = option(False, "shard the prototypes over the processes instead of keeping all on each")
+    npn_graph: bool = option(False, "launch a step's updates as one CUDA graph: faster, takes more memory")
     keys: Tensor | None  # of the samples that they were drawn from, (m,) int64; None while batches have none
+
+    @classmethod
+    def complete(cls, settings: dict, epochs: int | None, explicit: Collection[str]) -> None:
+        super().complete(settings, epochs, explicit)
+        if settings["npn_opt"] != "adagrad" or settings["npn_joint"]:
+            refuse_unused(explicit, ["npn_graph"], "without updates by AdaGrad")
+        if settings["npn_split"]:
+            refuse_unused(explicit, ["npn_graph"], "with npn_split")
 
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
         parts = processes if self.npn_split else 1
@@ -74,6 +84,7 @@ class Prototypes(RingNormalizer, NPN):
         self.split = self.npn_split and world_size() > 1
         self.ring = EmbeddingRing(self.capacity, dimension, device, dtype, self.split)
         self.register_buffer("keys", None, persistent=False)
+        self._graph = UpdateGraph() if self.npn_graph else None
         return SideModel({"weight": torch.zeros_like(self.ring.rows)}, **training)
 
     @property
@@ -106,6 +117,11 @@ class Prototypes(RingNormalizer, NPN):
     def _is_exact_for(self, batch: Batch) -> bool:
         # With keys an anchor's own pair does not count, and all other prototypes are the rest of the batch.
         return batch.keys is not None and self.active == batch.size
+
+    def _train(self, batch: Batch) -> Tensor:
+        if self._graph is None or self.active < self.capacity:
+            return super()._train(batch)
+        return self._graph.run(super()._train, batch, self.network, self.surrogate, self.keys)
 
     def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
         step = PrototypeGradient(
