@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SMALL = {
     "loss": "--losses fastclip-v3 neuclip queue amorlip drrho-clip --batch-sizes 16 --dims 8 -m 8 "
     "--dtypes float32 bfloat16",
-    "network": "--batch-sizes 8 -m 16 --dim 4 --updates 2 --also bfloat16",
+    "network": "--batch-sizes 8 -m 16 --dim 4 --updates 2 --also graph bfloat16",
     "operations": "--batch-sizes 8 --processes 1 8 --dim 4 -m 16 --num-samples 100 --losses clip fastclip-v3 neuclip",
     "parity": "--losses fastclip-v3 neuclip --batch-size 8 --dim 8 -m 16 --num-samples 50 --steps 2",
     "precision": "--batch-size 8 -m 16 --dim 4 --taus 0.07 0.01",
@@ -107,6 +107,7 @@ GPU_PARTS = {  # and what the figures of each look like
     "memory": r"^ViT-shapes-tiny +4 +neuclip .*\d\.\d\d",
     "loss": r"^ *queue .*\d\.\d\d",
     "network": r"^ *16 .*\d\.\d\d",
+    "graph": r"^ *16 .* equal .*\n(.*\n)*neuclip, graph .*\d\.\d\d",
     "processes": r"gloo, neuclip --npn-split:\n.* 8/8 loss \d",
     "icons": r"batch 16, fastclip-v3 --rho 6.5:\n.*Eval Epoch: 1 .*\d\.\d\d",
     "rows": r"^ *10,000 .*\d\.\d\d",

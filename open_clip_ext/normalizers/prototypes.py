@@ -84,7 +84,7 @@ class Prototypes(RingNormalizer, NPN):
         self.split = self.npn_split and world_size() > 1
         self.ring = EmbeddingRing(self.capacity, dimension, device, dtype, self.split)
         self.register_buffer("keys", None, persistent=False)
-        self._graph = UpdateGraph() if self.npn_graph else None
+        self.update_graph = UpdateGraph() if self.npn_graph else None
         return SideModel({"weight": torch.zeros_like(self.ring.rows)}, **training)
 
     @property
@@ -119,9 +119,9 @@ class Prototypes(RingNormalizer, NPN):
         return batch.keys is not None and self.active == batch.size
 
     def _train(self, batch: Batch) -> Tensor:
-        if self._graph is None or self.active < self.capacity:
+        if self.update_graph is None or self.active < self.capacity:
             return super()._train(batch)
-        return self._graph.run(super()._train, batch, self.network, self.surrogate, self.keys)
+        return self.update_graph.run(super()._train, batch, self.network, self.surrogate, self.keys)
 
     def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
         step = PrototypeGradient(

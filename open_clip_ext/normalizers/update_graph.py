@@ -23,16 +23,20 @@ DEVICE = "cuda"
 
 
 class UpdateGraph:
-    """Runs the updates of a `SideModel` whose optimizer is AdaGrad; without a graph where none can be captured."""
+    """Runs the updates of a `SideModel` whose optimizer is AdaGrad; without a graph where none can be captured.
+
+    Attributes:
+        inputs: the graph's tensors for a batch, by name; empty while there is no graph.
+    """
 
     graph: torch.cuda.CUDAGraph
-    result: Tensor  # of the captured function, written by each replay
+    result: Tensor  # of the captured function; each replay writes it
     updates: int  # in a step
 
     def __init__(self) -> None:
         self._kind: tuple[Any, ...] = ()  # of the latest step
         self._held: tuple[Any, ...] = ()  # whose ids are in it, so that no later object gets one of them
-        self._inputs: dict[str, Tensor] = {}  # of the graph; empty without one
+        self.inputs: dict[str, Tensor] = {}
         self._failed = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -53,17 +57,17 @@ class UpdateGraph:
         rate = network.optimizer.param_groups[0]["lr"]
         kind = (batch.size, batch.keys is None, rate, *map(id, held))
         if kind != self._kind:
-            self._kind, self._held, self._inputs = kind, held, {}
+            self._kind, self._held, self.inputs = kind, held, {}
             return train(batch)
-        if not self._inputs:
+        if not self.inputs:
             try:
                 self._capture(train, batch, network)
             except RuntimeError as error:
-                self._failed, self._inputs = True, {}
+                self._failed, self.inputs = True, {}
                 reason = str(error).strip().partition("\n")[0]
                 logging.warning(f"npn_graph: no CUDA graph ({reason}); the network is updated without one")
                 return train(batch)
-        for name, tensor in self._inputs.items():
+        for name, tensor in self.inputs.items():
             tensor.copy_(getattr(batch, name))
         self.graph.replay()
         for state in network.optimizer.state.values():
@@ -75,10 +79,10 @@ class UpdateGraph:
         if device.type != DEVICE:
             raise RuntimeError(f"on {device.type}")
         tensors = {name: getattr(batch, name) for name in INPUTS}
-        self._inputs = {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
-        image, text, positives, tau = (self._inputs[name] for name in INPUTS[:4])
-        static = Batch(image, text, positives, tau, image, text, positives, tau, keys=self._inputs.get("keys"))
-        static.all_log_batch, static.finite = self._inputs["all_log_batch"], self._inputs["finite"]
+        self.inputs = {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
+        image, text, positives, tau = (self.inputs[name] for name in INPUTS[:4])
+        static = Batch(image, text, positives, tau, image, text, positives, tau, keys=self.inputs.get("keys"))
+        static.all_log_batch, static.finite = self.inputs["all_log_batch"], self.inputs["finite"]
         optimizer = network.optimizer
         counts = [state["step"] for state in optimizer.state.values()]
         before = [count.clone() for count in counts]
