@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from open_clip_ext.normalizers import prototypes
+from open_clip_ext.normalizers import sharded_prototypes as sharded
+
 ROOT = Path(__file__).parents[1]
 SMALL = {
     "loss": "--losses fastclip-v3 neuclip queue amorlip drrho-clip --batch-sizes 16 --dims 8 -m 8 "
@@ -63,8 +66,8 @@ def test_a_benchmark_runs(name, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "batch, name, operations, megabytes",
     [
-        (512, "fastclip-v3", 250, 50), (512, "neuclip", 700, 220),
-        (4096, "fastclip-v3", 400, 600), (4096, "neuclip", 2400, 600),
+        (512, "fastclip-v3", 250, 50), (512, "neuclip", 720, 90),
+        (4096, "fastclip-v3", 400, 600), (4096, "neuclip", 1200, 720),
     ],
 )  # fmt: skip
 def test_a_step_on_eight_gpus_asks_for_no_more(batch, name, operations, megabytes):
@@ -99,6 +102,21 @@ def test_startup(tmp_path):
     results = json.loads((tmp_path / "startup.json").read_text())
     assert [result["rows"] for result in results] == [2_000] * 4 + [200] * 2
     assert ["Counting samples" in result["progress"] for result in results] == [True, False, False, False, True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "processes, batch, dim, m, faster",
+    [(2, 128, 512, 4096, True), (2, 64, 512, 1024, False), (8, 16, 512, 2000, True), (8, 16, 512, 1500, False)],
+)
+def test_prototypes_are_split_where_a_step_is_counted_to_be_faster(processes, batch, dim, m, faster, monkeypatch):
+    """At small batches, where what is counted of the prototypes decides."""
+    from operations import at
+
+    monkeypatch.setattr(prototypes, "is_split_faster", lambda *given: True)
+    split, whole = at(processes, batch, dim, m, 1_000_000, ["neuclip", "neuclip, not split"])
+    saved = 1e9 * (whole["GB"] - split["GB"]) / sharded.MEMORY
+    assert (saved > 13 * sharded.COLLECTIVE) == sharded.is_split_faster(processes, m, dim, updates=10) == faster
 
 
 GPU_PARTS = {  # and what the figures of each look like
