@@ -84,6 +84,14 @@ def test_what_is_given_goes_before_the_recipe_and_the_recipe_before_the_loss(wri
     assert (args.wd, args.lr, parse("--loss tuneclip").wd) == (0.3, 1e-5, 0.02)
 
 
+def test_a_switch_that_is_on_by_itself_stays_off(tmp_path):
+    args = parse("--loss neuclip --no-npn-split --train-data x.tar --name run")
+    recipes.save(str(tmp_path), recipes.of_run(args, recipes.resolved_flags(args), None))
+    saved = f"--recipe {tmp_path}/recipe.yaml"
+    values = [parse(text).npn_split for text in (saved, f"{saved} --npn-split", "--loss neuclip")]
+    assert values == [False, True, None]
+
+
 def test_another_loss_has_its_own_settings(tmp_path, write):
     args = parse("--loss neuclip --npn-prototypes 20 --rho 5 --lr 2e-3 --wd 0.3 --train-data x.tar --name run")
     recipes.save(str(tmp_path), recipes.of_run(args, recipes.resolved_flags(args), None))

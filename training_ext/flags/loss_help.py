@@ -30,13 +30,15 @@ def default_texts() -> dict[str, str]:
         for name, default in preset.defaults.items():
             if name in defaults:
                 defaults[name].add(default)
-    return {option.name: "" if option.type is bool else _default_text(defaults[option.name]) for option in options}
+    return {option.name: _default_text(defaults[option.name]) for option in options}
 
 
 def _default_text(defaults: set[Any]) -> str:
     if len(defaults) > 1:
         return " (default: per loss)"
     (default,) = defaults
+    if default is False:
+        return ""
     return f" (default: {default.words if isinstance(default, Derived) else default})"
 
 
@@ -95,7 +97,7 @@ def _option(option: Option, value: Any, default: Any) -> tuple[str, str]:
     notes = []
     if option.choices:
         notes.append(", ".join(option.choices))
-    if option.type is bool:
+    if option.type is bool and value is not None:
         notes.append("on" if value else "off")
         value = None
     elif value is None:

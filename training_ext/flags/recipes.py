@@ -156,7 +156,8 @@ def arguments(recipe: Recipe, actions: Iterable[argparse.Action]) -> list[str]:
         action, flag = flags[key], flag_of(key)
         if action.nargs == 0:
             fits, expected = isinstance(value, bool), "it must be true or false"
-            more = [flag] if value else []
+            can_be_off = isinstance(action, argparse.BooleanOptionalAction)
+            more = [flag] if value else [flag_of(f"no_{key}")] if can_be_off else []
         elif action.nargs is not None:  # as --aug-cfg and --image-mean
             values = [f"{name}={item}" for name, item in value.items()] if isinstance(value, dict) else value
             fits = isinstance(values, list) and all(type(item) in (str, int, float) for item in values)
@@ -194,7 +195,8 @@ def resolved_flags(args: Namespace) -> dict[str, Any]:
     """
     left_out = NOT_FLAGS | OF_ONE_RUN | args.absent_flags
     flags = {name: value for name, value in vars(args).items() if name not in left_out}
-    values = {name: value for name, value in flags.items() if value is not False and value not in (None, "", {})}
+    values = {name: value for name, value in flags.items() if value not in (None, "", {})}
+    values = {name: value for name, value in values.items() if value is not False or name in args.given_settings}
     if not args.epochs_before:
         values.pop("osr_transfer", None)
     settings = set(factory.setting_names())

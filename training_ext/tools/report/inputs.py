@@ -87,7 +87,7 @@ class Saved:
         if args.loss is None or not factory.find_preset(args.loss).has_parts:
             return None
         # Every process asks for all anchors; a network that is split over processes would answer only for its own.
-        args.given_settings.pop("npn_split", None)
+        args.given_settings["npn_split"] = False
         loss = build_loss(args, rows.num_rows, args.device)
         assert isinstance(loss, GlobalContrastiveLoss) and self.entry is not None
         folder = row_folders.folder_of(self.path, row_folders.rows_folder_of(self.entry), "--checkpoint")
