@@ -322,7 +322,7 @@ class Slow(IterableDataset):
 
 
 def test_workers_outlive_sigterm_while_the_run_goes_on():
-    outlive = WorkersIgnoreSigterm()
+    outlive = WorkersIgnoreSigterm(workers=2)
     others = set(multiprocessing.active_children())
     loader = DataLoader(Slow(), batch_size=None, num_workers=1, worker_init_fn=outlive, persistent_workers=True)
     batches = iter(loader)
@@ -340,7 +340,7 @@ def test_workers_outlive_sigterm_while_the_run_goes_on():
 
 def test_workers_end_with_the_run():
     """In an order that the garbage collector does not choose; it takes five seconds for each."""
-    outlive = WorkersIgnoreSigterm()
+    outlive = WorkersIgnoreSigterm(workers=2)
     others = set(multiprocessing.active_children())
     loader = DataLoader(Slow(), batch_size=None, num_workers=2, persistent_workers=True)
     outlive.workers_of(loader)

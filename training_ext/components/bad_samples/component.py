@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from open_clip_train import train as open_clip_train
 
@@ -35,7 +34,7 @@ from training_ext.core.rows import has_caption
 from training_ext.core.seam import TRAIN_DATA, VAL_DATA, Seam
 from training_ext.data.captions import captions_of_samples
 from training_ext.data.rows import kind_of
-from training_ext.data.seeding import worker_id
+from training_ext.data.seeding import shared_zeros, worker_id
 from training_ext.data.shard_rows import UndamagedParts, leave_out_broken, read_to_damage
 from training_ext.data.shards import shard_urls
 from training_ext.data.tars import one_line
@@ -138,8 +137,8 @@ class BadSamples(Component):
     def __init__(self, args: Namespace):
         super().__init__(args)
         # Each worker writes its own row, so that no lock is needed.
-        self._counts = torch.zeros(max(1, args.workers), 10, dtype=torch.int64).share_memory_()
-        self._named = torch.zeros(10, dtype=torch.int64).share_memory_()
+        self._counts = shared_zeros(args.workers, max(1, args.workers), 10)
+        self._named = shared_zeros(args.workers, 10)
         self.expect(0, 0)
         self.of_shards({})
         self._shards_in_a_row = self._samples_in_a_row = self._empty_passes = self._read = self._met = 0
@@ -153,7 +152,7 @@ class BadSamples(Component):
     def of_shards(self, numbers: dict[str, int]) -> None:
         """Set the numbers of the shards, by url."""
         self._numbers = numbers
-        self._bad_shards = torch.zeros(len(numbers), dtype=torch.int64).share_memory_()  # 0 or one of BAD_SHARDS
+        self._bad_shards = shared_zeros(self.args.workers, len(numbers))  # 0 or one of BAD_SHARDS
 
     def data_built(self, data: dict[str, Any]) -> None:
         if "train" not in data:

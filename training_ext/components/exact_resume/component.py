@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from open_clip_train.data import SharedEpoch
 from torch.utils.data import IterableDataset
 
 from open_clip_ext.distributed import all_gather
@@ -47,7 +46,7 @@ from training_ext.core.seam import TRAIN_DATA, Seam
 from training_ext.data import checkpoint_files
 from training_ext.data.checkpoint import order_of
 from training_ext.data.metrics import evaluated_metrics
-from training_ext.data.seeding import seed_all
+from training_ext.data.seeding import SharedEpoch, seed_all
 
 DATA = "open_clip_train.data"
 IN_SHARDS = f"{DATA}:get_wds_dataset"
@@ -133,8 +132,8 @@ class ExactResume(Component):
         self._shown: dict[str, Any] | None = None  # state of the diagnostics, for the epoch that is resumed
         self._place: dict[str, Any] | None = None  # the same of the one that is written within an epoch
         self._epoch: Epoch
-        self._shared_epoch = SharedEpoch()
-        self._workers = WorkersIgnoreSigterm()
+        self._shared_epoch = SharedEpoch(args.workers)
+        self._workers = WorkersIgnoreSigterm(args.workers)
         self._stream: SampleStream
         self._seeded_epochs: SeededEpochs | None = None
 

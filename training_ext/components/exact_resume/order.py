@@ -17,6 +17,7 @@ from training_ext.data.seeding import (
     IN_WORKER,
     SHARDS,
     SHUFFLE,
+    SharedEpoch,
     seed_all,
     seed_host,
     seed_of,
@@ -86,7 +87,7 @@ class SeededEpochs(IterableDataset):
         dataset: an iterable data set of batches, whose augmentations draw from the global generators.
         stream: the stage of `dataset` that numbers its samples.
 
-    `shared_epoch` (OpenCLIP's SharedEpoch) must be set before the first iteration.
+    `shared_epoch` must be set before the first iteration.
     """
 
     def __init__(self, dataset: IterableDataset, seed: int, rank: int, stream: SampleStream):
@@ -142,10 +143,10 @@ class SeededItems(Wrapped):
     """A map-style data set of OpenCLIP's, whose augmentations draw from the global generators, seeded by row.
 
     Args:
-        epoch: OpenCLIP's SharedEpoch.
+        epoch: the current one.
     """
 
-    def __init__(self, dataset: Any, seed: int, epoch: Any):
+    def __init__(self, dataset: Any, seed: int, epoch: SharedEpoch):
         super().__init__(dataset)
         self.seed = seed
         self.epoch = epoch
