@@ -97,7 +97,7 @@ def test_shared_memory_that_cannot_be_written(ends, run, datasets, monkeypatch):
     def read_only(*_):
         raise OSError(errno.EROFS, "Read-only file system", "/dev/shm/pym-1")
 
-    monkeypatch.setattr(multiprocessing.heap.Arena, "__init__", read_only)
+    monkeypatch.setattr(multiprocessing.heap.Heap, "malloc", read_only)
     monkeypatch.setattr(torch.UntypedStorage, "share_memory_", read_only)
     common = "--loss fastclip-v3 --epochs 1"
     run("csv", f"{datasets['csv']} {common} --workers 0 --several-captions")
