@@ -2,11 +2,13 @@
 
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,6 +181,8 @@ def test_checkpoints_of_steps(run, killed, stopped, datasets, logs):
     assert {path.name for path in folder.iterdir()} == {"epoch_1.pt", "epoch_1_step_5.pt"}
     resumed = run("resumed", f"{common} --resume latest")
     equal(resumed, whole)
+    *_, last = re.findall(r"INFO \| Saved .*: (\S+\.pt)", resumed.log)
+    assert Path(last) == folder / "epoch_2.pt"
 
 
 def test_the_workers_of_an_evaluation_outlive_a_signal(logs, datasets, monkeypatch, capfd):

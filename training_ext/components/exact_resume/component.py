@@ -324,7 +324,7 @@ class ExactResume(Component):
 
     def saved(self, path: str) -> None:
         if checkpoint_files.EPOCH.fullmatch(os.path.basename(path)):
-            checkpoint_files.remove_older(path)
+            checkpoint_files.replace_older(path)
 
     def end(self, completed: bool) -> None:
         self._workers.close()
