@@ -16,6 +16,10 @@ ENDED_WORKER = re.compile(
     r"DataLoader worker \(pid(\(s\))? [\d, ]+\) (is killed by signal: [\w ]+|exited unexpectedly)"
     r"|</torch_\S+>: (No space left on device|Cannot allocate memory)"
 )
+# In torch's, of the memory that loader workers share; in Python's, of the same and of semaphores.
+NO_SHARED_MEMORY = re.compile(
+    r"unable to open shared memory object.*: (.+)|^\[Errno \d+\] (.+): '/dev/shm\b|^\[Errno 30\] ([^:]+)$"
+)
 # In torch's messages, of the host and of a GPU.
 OUT_OF_MEMORY = re.compile(r"can't allocate memory|not enough memory|(CUDA )?out of memory", re.IGNORECASE)
 
@@ -85,8 +89,9 @@ def fault_of_machine(error: BaseException, folder: str | os.PathLike | None = No
             f"{ended[0]}; where nobody ended it, the memory or the shared memory (/dev/shm) is too small: lower "
             "--workers, or give the container more (--shm-size)"
         )
-    if isinstance(error, RuntimeError) and "unable to open shared memory object" in str(error):
-        return f"/dev/shm cannot be written: {str(error).rpartition(': ')[2]}; mount it writable, also for --workers 0"
+    if no_shared_memory := NO_SHARED_MEMORY.search(str(error)):
+        reason = next(filter(None, no_shared_memory.groups()))
+        return f"/dev/shm cannot be written: {reason}; mount it writable, or read a csv or images with --workers 0"
     is_of_torch = OUT_OF_MEMORY.search(str(error)) if isinstance(error, RuntimeError) else None
     if is_of_torch or isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         text = str(error)[is_of_torch.start() :] if is_of_torch else str(error)

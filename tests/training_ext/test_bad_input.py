@@ -1,7 +1,9 @@
 """What a user can get wrong ends with exit code 2 and one line that names it, before anything is written."""
 
+import errno
 import importlib.metadata
 import multiprocessing
+import multiprocessing.heap
 import os
 import re
 import resource
@@ -87,6 +89,20 @@ def test_workers_that_are_not_forked(refused, run, datasets, monkeypatch):
         assert "--workers: 1 processes that read shards must be forked" in line and line.endswith("; give 0")
     finally:
         multiprocessing.set_start_method(before, force=True)
+
+
+def test_shared_memory_that_cannot_be_written(ends, run, datasets, monkeypatch):
+    """Without workers a csv needs none; OpenCLIP itself shares the epoch of shards."""
+
+    def read_only(*_):
+        raise OSError(errno.EROFS, "Read-only file system", "/dev/shm/pym-1")
+
+    monkeypatch.setattr(multiprocessing.heap.Heap, "malloc", read_only)
+    monkeypatch.setattr(torch.UntypedStorage, "share_memory_", read_only)
+    common = "--loss fastclip-v3 --epochs 1"
+    run("csv", f"{datasets['csv']} {common} --workers 0 --several-captions")
+    for data, workers in (("csv", 1), ("shards", 0)):
+        assert "/dev/shm cannot be written: Read-only" in ends(f"{datasets[data]} {common} --workers {workers}")
 
 
 def test_validation_data_that_are_trained_on(tmp_path, monkeypatch):

@@ -2,11 +2,13 @@
 
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -178,6 +180,8 @@ def test_checkpoints_of_steps(run, killed, stopped, datasets, logs):
     assert {path.name for path in folder.iterdir()} == {"epoch_1.pt", "epoch_1_step_5.pt"}
     resumed = run("resumed", f"{common} --resume latest")
     equal(resumed, whole)
+    *_, last = re.findall(r"INFO \| Saved .*: (\S+\.pt)", resumed.log)
+    assert Path(last) == folder / "epoch_2.pt"
 
 
 def test_the_workers_of_an_evaluation_outlive_a_signal(logs, datasets, monkeypatch, capfd):
@@ -321,7 +325,7 @@ class Slow(IterableDataset):
 
 
 def test_workers_outlive_sigterm_while_the_run_goes_on():
-    outlive = WorkersIgnoreSigterm()
+    outlive = WorkersIgnoreSigterm(workers=2)
     others = set(multiprocessing.active_children())
     loader = DataLoader(Slow(), batch_size=None, num_workers=1, worker_init_fn=outlive, persistent_workers=True)
     batches = iter(loader)
@@ -339,7 +343,7 @@ def test_workers_outlive_sigterm_while_the_run_goes_on():
 
 def test_workers_end_with_the_run():
     """In an order that the garbage collector does not choose; it takes five seconds for each."""
-    outlive = WorkersIgnoreSigterm()
+    outlive = WorkersIgnoreSigterm(workers=2)
     others = set(multiprocessing.active_children())
     loader = DataLoader(Slow(), batch_size=None, num_workers=2, persistent_workers=True)
     outlive.workers_of(loader)

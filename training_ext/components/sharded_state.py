@@ -52,7 +52,7 @@ class ShardedState(Component):
             atomic_save(torch.save, entry, os.path.join(folder, checkpoint.SHARDED))
         original(task, optimizer, folder, **kwargs)
         if self.plan.is_first:
-            checkpoint_files.remove_older(folder)
+            checkpoint_files.replace_older(folder)
 
     def load(self, original: Callable, task: Any, folder: str, **kwargs: Any) -> int:
         entry = checkpoint.read_sharded_entry(folder)

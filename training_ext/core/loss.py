@@ -93,8 +93,8 @@ def take_added(output: dict[str, Tensor], expected: bool) -> dict[str, Tensor]:
 class LossItems(dict):
     """The losses of a step by name, of which OpenCLIP's loops sum `values()`, or `items()` before "loss" is there.
 
-    From then on `items()` is what they log: the value under the loss's own name, and its diagnostics. They call it on
-    logged steps only, so no other step waits for the device.
+    From then on `items()` is what they log: also the value under the loss's own name, and its diagnostics. They call it
+    on logged steps only, so no other step waits for the device.
     """
 
     def __init__(self, value: Tensor, name: str, diagnostics: Callable[[], dict[str, Tensor]]):
@@ -106,9 +106,8 @@ class LossItems(dict):
         if "loss" not in self:
             return super().items()
         own = {self._name if name == "contrastive_loss" else name: value for name, value in super().items()}
-        total = own.pop("loss")
         # OpenCLIP 4 reduces them over the processes, which NCCL does on its own devices only.
-        return {name: value.to(total.device) for name, value in (own | self._diagnostics()).items()}.items()
+        return {name: value.to(self["loss"].device) for name, value in (own | self._diagnostics()).items()}.items()
 
 
 class TrainingLoss:

@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from open_clip_train.data import SharedEpoch
 
 from open_clip_ext.errors import InputError
-from training_ext.data.seeding import CAPTION, seed_of
+from training_ext.data.seeding import CAPTION, SharedEpoch, seed_of
 from training_ext.data.tars import fields_of
 
 FIRST = 1000  # captions by which the share that is longer than the context is estimated
@@ -190,7 +189,7 @@ class JsonCaptions:
 
 def captions_of_samples(args: Namespace, epoch: SharedEpoch | None = None) -> JsonCaptions | None:
     """The `JsonCaptions` of the command line, by default for epoch 0; None if captions are in .txt."""
-    epoch = epoch or SharedEpoch()
+    epoch = epoch or SharedEpoch(args.workers)
     if field := getattr(args, "captions_field", None):
         return JsonCaptions(field, args.seed, epoch)
     if key := getattr(args, "json_text_key", None):  # of OpenCLIP 4

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from open_clip_train import train as open_clip_train
 
 from open_clip_ext.distributed import all_gather_object
@@ -26,7 +25,7 @@ from training_ext.core.rows import has_caption
 from training_ext.core.seam import TRAIN_DATA, VAL_DATA, Seam
 from training_ext.data.captions import captions_of_samples
 from training_ext.data.rows import kind_of
-from training_ext.data.seeding import worker_id
+from training_ext.data.seeding import shared_zeros, worker_id
 from training_ext.data.shard_rows import UndamagedParts, leave_out_broken, read_to_damage
 from training_ext.data.shards import shard_urls
 from training_ext.data.tars import one_line
@@ -113,8 +112,8 @@ class BadSamples(Component):
     def __init__(self, args: Namespace):
         super().__init__(args)
         # Each worker writes its own row, so that no lock is needed.
-        self._counts = torch.zeros(max(1, args.workers), columns.TOTAL, dtype=torch.int64).share_memory_()
-        self._named = torch.zeros(columns.TOTAL, dtype=torch.int64).share_memory_()
+        self._counts = shared_zeros(args.workers, max(1, args.workers), columns.TOTAL)
+        self._named = shared_zeros(args.workers, columns.TOTAL)
         self.set_sizes(0, 0)
         self._shards_in_a_row = self._samples_in_a_row = self._empty_passes = self._read = self._met = 0
 
@@ -130,7 +129,7 @@ class BadSamples(Component):
         """
         self._samples_per_epoch, self._dataset_size = samples_per_epoch, dataset_size
         self._numbers = {url: number for number, url in enumerate(shards)}
-        self._bad_shards = torch.zeros(len(shards), dtype=torch.int64).share_memory_()  # 0 or one of columns.BAD_SHARDS
+        self._bad_shards = shared_zeros(self.args.workers, len(shards))  # 0 or one of columns.BAD_SHARDS
 
     def data_built(self, data: dict[str, Any]) -> None:
         if "train" not in data:

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from open_clip_train.data import SharedEpoch
 from torch.utils.data import IterableDataset
 
 from open_clip_ext.distributed import all_gather
@@ -36,7 +35,7 @@ from training_ext.core.seam import TRAIN_DATA, Seam
 from training_ext.data import checkpoint_files
 from training_ext.data.checkpoint import order_of
 from training_ext.data.metrics import saves_before_evaluation
-from training_ext.data.seeding import seed_all
+from training_ext.data.seeding import SharedEpoch, seed_all
 
 DATA, SHARDS = "open_clip_train.data", "get_wds_dataset"
 
@@ -110,7 +109,7 @@ class ExactResume(Component):
         self._shown: dict[str, Any] | None = None  # state of the diagnostics, for the epoch that is resumed
         self._place: dict[str, Any] | None = None  # order and position of a checkpoint within an epoch
         self._epoch: Epoch
-        self._shared_epoch = SharedEpoch()
+        self._shared_epoch = SharedEpoch(args.workers)
         self._stream: order.SampleStream
         self._seeded_epochs: order.SeededEpochs | None = None
 
@@ -276,7 +275,7 @@ class ExactResume(Component):
 
     def saved(self, path: str) -> None:
         if checkpoint_files.EPOCH.fullmatch(os.path.basename(path)):
-            checkpoint_files.remove_older(path)
+            checkpoint_files.replace_older(path)
 
     def end(self, completed: bool) -> None:
         if self._request is not None:

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, Sampler
 from training_ext.core.rows import Wrapped, pair_of
 from training_ext.core.tags import Tags
 from training_ext.data import seeding
-from training_ext.data.seeding import seed_host, seed_of, worker_id
+from training_ext.data.seeding import SharedEpoch, seed_host, seed_of, worker_id
 
 NUMBER = "number"  # name of the column: how many samples the loader worker had read by then
 
@@ -75,7 +75,7 @@ class SeededEpochs(IterableDataset):
         dataset: an iterable data set of batches, whose augmentations draw from the global generators.
         stream: the stage of `dataset` that numbers its samples.
 
-    `shared_epoch` (OpenCLIP's SharedEpoch) must be set before the first iteration.
+    `shared_epoch` must be set before the first iteration.
     """
 
     def __init__(self, dataset: IterableDataset, stream: SampleStream):
@@ -128,10 +128,10 @@ class SeededItems(Wrapped):
     """A map-style data set of OpenCLIP's, whose augmentations draw from the global generators, seeded by row.
 
     Args:
-        epoch: OpenCLIP's SharedEpoch.
+        epoch: the current one.
     """
 
-    def __init__(self, dataset: Any, seed: int, epoch: Any):
+    def __init__(self, dataset: Any, seed: int, epoch: SharedEpoch):
         super().__init__(dataset)
         self.seed = seed
         self.epoch = epoch
