@@ -1,4 +1,4 @@
-"""`--zeroshot-data` in the training: zero-shot classification of the user's own classes after each epoch.
+"""Classify the user's own images zero-shot after each epoch (`--zeroshot-data`), as OpenCLIP does ImageNet's.
 
 `scoring` is imported where it is used, since most runs have no own classes.
 """

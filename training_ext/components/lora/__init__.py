@@ -1,4 +1,4 @@
-"""Low-rank additions to the linear maps of a tower (LoRA)."""
+"""Train low-rank additions to a tower's linear maps instead of its weights (LoRA, `--lora-rank`)."""
 
 from training_ext.components.lora.component import Lora
 

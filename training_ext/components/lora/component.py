@@ -1,4 +1,4 @@
-"""LoRA, arXiv 2106.09685: train low-rank additions to a tower's linear maps, and nothing else of the tower.
+"""LoRA, arXiv 2106.09685: the flags, what they exclude, and the weights with the additions merged for plain OpenCLIP.
 
 `additions` is imported where there are some.
 """

@@ -1,4 +1,4 @@
-"""Generated scenes in place of a data set (`--dataset-type shapes`)."""
+"""Train and evaluate on generated scenes in place of a data set (`--dataset-type shapes`)."""
 
 from training_ext.components.scenes.component import GeneratedScenes
 
