@@ -1,4 +1,8 @@
-"""One of several captions of an image, drawn each epoch; of a csv, a folder or the .json in shards."""
+"""Train on one of several captions of an image, drawn anew each epoch (`--several-captions`, `--captions-field`).
+
+The captions are the lines of a csv with the same image, the lines of a folder's .txt, or a list in the .json of a
+shard's sample. OpenCLIP 4's own draw among the fields of --json-text-key is made here, too, so that it can be resumed.
+"""
 
 import logging
 from argparse import Namespace

@@ -1,4 +1,7 @@
-"""Count the rows of the train data before the start, and hold its shards to that."""
+"""Count the train samples before the start: n, and by its place each sample's row in the state of the loss.
+
+A run ends with one line at a shard that no longer has the samples that were counted.
+"""
 
 from argparse import Namespace
 from collections.abc import Callable

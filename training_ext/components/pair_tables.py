@@ -1,4 +1,4 @@
-"""A csv with its cells as text, and a folder of images with their captions in .txt in the place of a csv."""
+"""Read the cells of a csv as text, and a folder of images, each with its captions in a .txt, as if it were a csv."""
 
 from collections.abc import Callable
 from functools import partial

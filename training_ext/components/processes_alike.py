@@ -1,4 +1,4 @@
-"""Refuse processes that were started with other settings or other data than process 0."""
+"""Refuse to train if a process was started with other settings, or sees other data, than process 0."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""The recipe of a run in its folder, and what it changes in that of the run that it resumes."""
+"""Write every flag of a run to recipe.yaml in its folder, and log which flags differ from the run that is resumed."""
 
 import logging
 import os

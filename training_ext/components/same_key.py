@@ -1,4 +1,5 @@
-"""Keys of samples: those with the same key are not each other's negatives, or are each other's positives."""
+"""Take samples with the same key out of each other's negatives (`--same-key`, `--same-caption`), or pull them together
+(`--positives`). The key is a column of the csv, a field of the .json in shards, or the caption."""
 
 from argparse import Namespace
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""This package's state in checkpoints that are folders of FSDP's shards, which OpenCLIP 4 writes."""
+"""Save and resume the loss's state where OpenCLIP 4 writes a checkpoint as a folder of FSDP's shards."""
 
 import os
 from collections.abc import Callable

@@ -63,7 +63,7 @@ def reader(layer: int, replacement: Callable, why: str) -> Seam:
 
 
 class BadSamples(Component):
-    """Counts of used and skipped train samples of one process, over all workers of its loader."""
+    """Counts the train samples that one process uses and leaves out, over all workers of its loader."""
 
     name = "bad_samples"
     topic = "data"

@@ -1,4 +1,4 @@
-"""Checkpoints within an epoch, between two optimizer steps, and how a run resumes from one.
+"""Checkpoints between two optimizer steps, written every N steps or on a signal, from which a run resumes to the bit.
 
 They are OpenCLIP's own files with the number of completed epochs and, in our entry, the position in the next one:
 

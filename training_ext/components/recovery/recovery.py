@@ -78,21 +78,20 @@ class StatisticsRecovery:
         freq, steps = self.args.accum_freq, self.plan.steps(self.first.loader.num_batches)
         lengths = [steps * freq for steps in epoch_lengths(self.args.osr_epochs, steps)]  # in batches
         saved = self._resume()
-        done = 0 if saved is None else saved["done"]
         loss = self.training.loss
-        own = self.args.osr_surrogate in (None, self.args.surrogate)
-        with zero_learning_rates(self.optimizer, loss, None if own else Identity()):
-            for epoch in range(done, len(lengths)):
+        surrogate = None if self.args.osr_surrogate in (None, self.args.surrogate) else Identity()
+        with zero_learning_rates(self.optimizer, loss, surrogate):
+            for epoch in range(saved.get("done", 0), len(lengths)):
                 if loss is not None:
                     loss.set_epoch(epoch)
                 self.first.run(self._epoch(epoch, lengths, saved))
-                saved = None
+                saved = {}
                 self.check()
                 self._save(self._unfinished, epoch + 1)
         if self.args.osr_save:
             self._save(self.args.osr_save, len(lengths))
 
-    def _epoch(self, number: int, lengths: list[int], saved: dict[str, Any] | None) -> Epoch:
+    def _epoch(self, number: int, lengths: list[int], saved: dict[str, Any]) -> Epoch:
         """An epoch without OpenCLIP's schedule, which appears in the log only."""
         steps = [self.plan.steps(batches) for batches in lengths]
         training = self.args.epochs * self.first.steps
@@ -138,9 +137,9 @@ class StatisticsRecovery:
             "weights": f"digest {self.weights.digest()}",
             "trained parameters": f"{len(self._trained())}, digest {trained[:16]}",
         }
-        if self.reference is None or not self.args.uses_ext_loss:
-            return own
-        return {**own, "reference model": f"digest {digest_of(self.reference.state_dict())[:16]}"}
+        if self.reference is not None and self.args.uses_ext_loss:
+            own["reference model"] = f"digest {digest_of(self.reference.state_dict())[:16]}"
+        return own
 
     def _trained(self) -> list[str]:
         """Names of the parameters in the optimizer's order."""
@@ -158,14 +157,12 @@ class StatisticsRecovery:
 
         Args:
             done: number of completed epochs.
-            place: position within the next epoch, as in `features.resume`.
+            place: order and position within the next epoch, as in the state of `exact_resume`.
         """
         if path is None:
             return
-        state: dict[str, Any] = {}
-        folder = None
-        if self.training.loss is not None:
-            state, folder = row_folders.save_state(self.args, self.training.loss, path)
+        loss = self.training.loss
+        state, folder = ({}, None) if loss is None else row_folders.save_state(self.args, loss, path)
         if self.args.rank != 0:
             return
         content = {
@@ -201,11 +198,11 @@ class StatisticsRecovery:
             folder = row_folders.folder_of(path, content.get("rows"), flag)
             row_folders.load_state(self.training.loss, content["loss_state"], folder, path, flag)
 
-    def _resume(self) -> dict[str, Any] | None:
-        """Load what an interrupted run of this experiment saved, and return it; None if there is nothing."""
+    def _resume(self) -> dict[str, Any]:
+        """Load what an interrupted run of this experiment saved; returns where it was, {} if there is nothing."""
         path = self._unfinished
         if not object_of_first(path is not None and os.path.exists(path)) or path is None:
-            return None
+            return {}
         content, epochs = recovered.read_unfinished(self.args, path), ceil(self.args.osr_epochs)
         self.load(content, path, "--resume")
         logging.info(f"=> resuming the recovery of statistics from '{path}' (epoch {content['done']} of {epochs})")
