@@ -59,7 +59,7 @@ def make(folder: Path, name: str, shards: int, samples: int) -> str:
 
 def start(flags: str) -> dict:
     """One start, in a process of its own."""
-    from training_ext.data.loss import samples_per_epoch
+    from training_ext.data.epochs import samples_per_epoch
     from training_ext.data.rows import find_rows
     from training_ext.flags import data_checks, params
 

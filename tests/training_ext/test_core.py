@@ -250,20 +250,20 @@ def test_a_components_loss_is_that_of_a_plain_computation(has_words_head, monkey
     head = kind(Namespace(words_head=0.5))
     model = open_clip.create_model("ViT-test", output_dict=True)
     head.wrap_model(model)
-    from training_ext.core.loss import ADDED, add_losses
+    from training_ext.core.added_losses import PREFIX, add_losses
 
-    assert add_losses(model.double(), [head])
+    add_losses(model.double(), [head])
     image = torch.rand(3, 3, *(2 * [model.visual.image_size[0]]), dtype=torch.float64)
     text = open_clip.get_tokenizer("ViT-test")(["a cat", "a red red dog", "b"])
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    value = model.train()(image, text)[f"{ADDED}words"]
+    value = model.train()(image, text)[f"{PREFIX}words"]
     logits = model.words_head(model.visual(image))
     losses = []
     for row, tokens in zip(logits, text, strict=True):
         words = sorted({*tokens.tolist()} - {0})
         losses.append(sum(cross_entropy(row, torch.tensor(word)) for word in words) / len(words))
     assert value.shape == (1,) and abs(value.item() - 0.5 * sum(losses).item() / 3) < 1e-12
-    assert not [name for name in model.eval()(image, text) if name.startswith(ADDED)]
+    assert not [name for name in model.eval()(image, text) if name.startswith(PREFIX)]
 
 
 @pytest.mark.parametrize("loss", ["clip", "fastclip-v3"])
@@ -436,8 +436,8 @@ def test_contracts():
     """A renamed user, a name that it no longer uses, and a parameter that is gone are seen."""
     given = dict(why="", contract="", replacement=None)
     assert Seam("training_ext.core.run", "listing", **given, used_by="training_ext.core.run:start").broken() is None
-    divided = "training_ext.core.loss:TrainingLoss.__call__"  # by way of take_added
-    assert Seam("training_ext.core.loss", "ADDED", **given, used_by=divided).broken() is None
+    divided = "training_ext.core.added_losses:WithAdded.__call__"  # by way of take_added
+    assert Seam("training_ext.core.added_losses", "PREFIX", **given, used_by=divided).broken() is None
     for path, used_by, parameters, what in (
         ("listing", "training_ext.core.run:begin", (), "there is no training_ext.core.run.begin"),
         ("listing", "training_ext.core.run:listing", (), "training_ext.core.run.listing does not use listing"),

@@ -21,8 +21,8 @@ from open_clip_ext.errors import InputError, not_one_of
 from open_clip_ext.losses import Loss
 from open_clip_ext.options import WithOptions, flag_of
 from training_ext import components
-from training_ext.core import hosts
 from training_ext.core.epoch import Epoch, Evaluation
+from training_ext.core.events import seams_of_hooks
 from training_ext.core.plan import Plan
 from training_ext.core.seam import Seam
 from training_ext.core.training import Training
@@ -327,7 +327,7 @@ class Components(list[Component]):
     @staticmethod
     def _can_run(component: Component) -> bool:
         asked_by = component.condition or (component.switch and flag_of(component.switch))
-        events = (seam for hook, seam in hosts.events().items() if component.answers(hook))
+        events = (seam for hook, seam in seams_of_hooks().items() if component.answers(hook))
         for seam in (*component.seams, *events):
             if (broken := seam.broken()) is None:
                 continue

@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from open_clip_ext.errors import InputError
 from training_ext.data.captions import captions_of_samples
+from training_ext.data.epochs import steps_per_epoch
 from training_ext.data.first_look import look_at_shards
 from training_ext.data.folder_files import entries
-from training_ext.data.loss import steps_per_epoch
 from training_ext.data.pair_folders import unusable_line
 from training_ext.data.rows import DataRows, kind_of, read_csv, tolerated
 from training_ext.data.shard_scan import scan_all

@@ -13,11 +13,12 @@ from open_clip_ext.losses import Loss
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.row_state import bytes_per_row
+from training_ext.core.loss import build_loss
 from training_ext.core.plan import global_batch, trains, world_info
 from training_ext.core.run import Run
 from training_ext.data import row_folders
 from training_ext.data.checkpoint_files import bring_up_to_date, resumed_path
-from training_ext.data.loss import build_loss, samples_per_epoch
+from training_ext.data.epochs import samples_per_epoch
 from training_ext.data.metrics import evaluated_metrics
 from training_ext.data.rows import check_usable, find_rows
 from training_ext.data.scenes import HELD_OUT_SCENES

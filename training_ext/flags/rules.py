@@ -15,11 +15,11 @@ import open_clip
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
+from training_ext.core.loss import build_loss
 from training_ext.core.plan import Plan, global_batch, trains, world_info
 from training_ext.core.temperature import trains_logit_scale
 from training_ext.data.captions import fields_in
 from training_ext.data.keys import key_name
-from training_ext.data.loss import build_loss
 from training_ext.data.rows import kind_of, needs_index
 from training_ext.flags.data_checks import shared_data
 from training_ext.flags.reference import is_unlike_reference

@@ -20,9 +20,10 @@ from open_clip_ext.options import flag_of
 from open_clip_ext.row_state import bytes_per_row
 from training_ext import launch
 from training_ext.components.advice import advise, advise_on_captions
+from training_ext.core.loss import build_loss
 from training_ext.core.plan import global_batch, trains, world_info
 from training_ext.data.captions import SeenCaptions
-from training_ext.data.loss import build_loss, samples_per_epoch, steps_per_epoch
+from training_ext.data.epochs import samples_per_epoch, steps_per_epoch
 from training_ext.data.rows import find_rows, kind_of
 from training_ext.data.settings import setting_for
 from training_ext.flags import data_checks, preflight
