@@ -14,7 +14,6 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from open_clip_ext.errors import InputError, not_one_of
@@ -52,6 +51,8 @@ class Component(WithOptions):
         may_be_off: whether a run without its flags goes on without it, after a warning, where OpenCLIP no longer keeps
             a seam's contract; else the run is refused until --without names it.
         state_is_needed: whether a checkpoint with its state is resumed with it only, and one without it without it.
+        counts_rows: whether it uses `training.data.rows`, for which the rows of the train data are counted before the
+            start.
         needs_loss: whether its flags are refused without --loss.
         needs_ext_loss: whether they are refused with OpenCLIP's own losses, too.
         topic: heading of its flags in --help, if not its name.
@@ -68,6 +69,7 @@ class Component(WithOptions):
     seams: ClassVar[tuple[Seam, ...]] = ()
     may_be_off: ClassVar[bool] = True
     state_is_needed: bool = True
+    counts_rows: ClassVar[bool] = False
     needs_loss: ClassVar[bool] = False
     needs_ext_loss: ClassVar[bool] = False
     topic: ClassVar[str | None] = None
@@ -200,9 +202,6 @@ class Component(WithOptions):
 
     def evaluated(self, evaluation: Evaluation, metrics: dict[str, Any]) -> None:
         """Process 0: OpenCLIP has evaluated the model; epoch 0 is before the first step."""
-
-    def optimizer_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer has the state of the checkpoint that is resumed."""
 
     def saving(self) -> None:
         """Every process: a checkpoint is about to be written."""

@@ -69,12 +69,6 @@ class Events:
         for component in self.run.components:
             optimizer.param_groups[:] = component.param_groups(list(optimizer.param_groups), names)
 
-        def loaded(optimizer: Optimizer) -> None:
-            for component in self.run.components:
-                component.optimizer_loaded(optimizer)
-
-        optimizer.register_load_state_dict_post_hook(loaded)
-
     def get_data(self, original: Callable, args: Namespace, transforms: Any, *rest: Any, **kwargs: Any) -> Any:
         self.run.training.transform, self.run.training.tokenizer = transforms[1], kwargs.get("tokenizer")
         data = original(args, transforms, *rest, **kwargs)

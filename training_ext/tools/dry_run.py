@@ -124,7 +124,7 @@ def problems_of_evaluation(args: Namespace) -> list[str]:
     """What a training would say of the data to evaluate on."""
     problems = []
     checks = [data_checks.check_imagenet]
-    if args.val_data and args.dataset_type != "shapes":
+    if args.val_data:
         checks.append(data_checks.check_val_data)
     for check in checks:
         try:
