@@ -27,7 +27,8 @@ from training_ext.data.epochs import samples_per_epoch, steps_per_epoch
 from training_ext.data.rows import find_rows, kind_of
 from training_ext.data.settings import setting_for
 from training_ext.flags import data_checks, preflight
-from training_ext.flags.recipes import Recipe, find, resolved_flags
+from training_ext.flags.recipes import Recipe, find
+from training_ext.flags.run_recipe import resolved_flags
 from training_ext.openclip.hosts import starts_from_weights
 from training_ext.openclip.loading import known_config, without_warnings
 

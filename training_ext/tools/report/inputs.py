@@ -26,7 +26,7 @@ from training_ext.core.state import INSTEAD, entry_of
 from training_ext.data import row_folders
 from training_ext.data.rows import DataRows, find_rows, kind_of, needs_index
 from training_ext.data.shards import Shards, find_shards, local_path, shard_urls
-from training_ext.flags.recipes import RECIPE
+from training_ext.flags.run_recipe import RECIPE
 from training_ext.openclip.loading import load_checkpoint
 from training_ext.openclip.machine import check_device, check_writable
 from training_ext.tools.evaluation.models import MODEL_FLAGS, Checkpoint, experiment_of, load_model, preprocessing_of
