@@ -48,6 +48,13 @@ def one_line(error: Exception) -> str:
     return " ".join(TERMINAL_CODE.sub("", str(error)).split())[:200]
 
 
+def reason_of(error: BaseException) -> str:
+    """As `one_line`, without the number and the path of an OSError and Pillow's name of an image in memory."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    text = re.sub(r" ?<_io\.BytesIO object at \w+>", "", text)
+    return " ".join(text.split())[:200] or type(error).__name__
+
+
 def last_line(error: Exception) -> str:
     """Message of an error; if a loader worker raised it, the last line of the traceback that is its text."""
     line = str(error).strip().splitlines()[-1]

@@ -11,16 +11,15 @@ from open_clip_train.data import expand_urls, get_dataset_size
 from PIL import Image
 from tqdm import tqdm
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, reason_of
 from training_ext.data.captions import captions_of_samples
 from training_ext.data.epochs import steps_per_epoch
 from training_ext.data.first_look import look_at_shards
 from training_ext.data.folder_files import entries
-from training_ext.data.pair_folders import unusable_line
-from training_ext.data.rows import DataRows, kind_of, read_csv, tolerated
+from training_ext.data.rows import DataRows, kind_of, tolerated
 from training_ext.data.shard_scan import scan_all
 from training_ext.data.shards import check_missing, estimated_samples, find_shards, local_path, shard_urls
-from training_ext.data.tars import one_line
+from training_ext.data.tables import unusable_line
 
 MOST_PASSES = 5
 
@@ -32,7 +31,7 @@ def check_size_known(args: Namespace) -> None:
     try:
         size, _ = get_dataset_size(args.train_data)
     except Exception as error:  # a sizes.json may have anything
-        raise InputError(f"its sizes.json cannot be used: {one_line(error) or repr(error)}", "--train-data") from None
+        raise InputError(f"its sizes.json cannot be used: {reason_of(error) or repr(error)}", "--train-data") from None
     if not size:
         raise InputError("needed for shards without a sizes.json; give their number of samples", "--train-num-samples")
 
@@ -124,6 +123,8 @@ def check_val_data(args: Namespace) -> None:
     """Check that the validation data have pairs, which OpenCLIP finds out only after an epoch."""
     kind = kind_of(args, args.val_data, "--val-data")
     if kind == "csv":
+        from training_ext.data.csv_rows import read_csv
+
         table = read_csv(args, args.val_data, flag="--val-data")
         if table.empty:
             raise InputError(f"{args.val_data!r} has no lines; give one with pairs, or leave it out", "--val-data")
@@ -133,7 +134,7 @@ def check_val_data(args: Namespace) -> None:
             try:
                 Image.open(image).close()
             except Exception as error:  # image libraries may raise anything
-                raise unusable_line(args.val_data, int(str(row)), f"{image!r}: {one_line(error)}") from None
+                raise unusable_line(args.val_data, int(str(row)), f"{image!r}: {reason_of(error)}") from None
     elif kind == "webdataset":
         urls = shard_urls(args.val_data, "--val-data")
         check_missing(urls, "--val-data")

@@ -22,9 +22,9 @@ from training_ext import launch
 from training_ext.components.advice import advise, advise_on_captions
 from training_ext.core.loss import build_loss
 from training_ext.core.plan import global_batch, trains, world_info
-from training_ext.data.captions import SeenCaptions
 from training_ext.data.epochs import samples_per_epoch, steps_per_epoch
 from training_ext.data.rows import find_rows, kind_of
+from training_ext.data.seen_captions import SeenCaptions
 from training_ext.data.settings import setting_for
 from training_ext.flags import data_checks, preflight
 from training_ext.flags.recipes import Recipe, find

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from open_clip_train import train as open_clip_train
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, reason_of
 from open_clip_ext.options import option
 from training_ext.components.bad_samples.usable import (
     EMPTY,
@@ -38,7 +38,6 @@ from training_ext.data.rows import kind_of
 from training_ext.data.seeding import worker_id
 from training_ext.data.shard_rows import UndamagedParts, leave_out_broken, read_to_damage
 from training_ext.data.shards import shard_urls
-from training_ext.data.tars import one_line
 
 FILE = "data.jsonl"  # a line for each epoch
 DATA = "open_clip_train.data"
@@ -231,7 +230,7 @@ class BadSamples(Component):
             InputError: too many shards are bad, or too many in a row could not be read.
         """
         kind = DAMAGED if position or not isinstance(error, OSError) else MISSING
-        last = f"shard {url!r} after {position} samples: {one_line(error)}"
+        last = f"shard {url!r} after {position} samples: {reason_of(error)}"
         self._name(kind, last)
         number = self._numbers[url]
         if not self._bad_shards[number]:
