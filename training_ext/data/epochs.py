@@ -3,6 +3,7 @@
 from argparse import Namespace
 from math import ceil
 
+from open_clip_ext.errors import InputError
 from training_ext.data.rows import DataRows
 
 
@@ -23,3 +24,15 @@ def steps_per_epoch(args: Namespace, kind: str, num_samples: int, world_size: in
     else:
         batches = ceil(num_samples / world_size) // args.batch_size
     return batches // args.accum_freq
+
+
+def check_steps(args: Namespace, kind: str, num_samples: int, world_size: int) -> int:
+    """Refuse epochs without a step, for which OpenCLIP would save the untrained model; return the number of steps."""
+    steps = steps_per_epoch(args, kind, num_samples, world_size)
+    if steps < 1:
+        raise InputError(
+            f"{args.batch_size} x {world_size} process(es) x --accum-freq {args.accum_freq} is more than "
+            f"the {num_samples} samples of an epoch; lower it",
+            "--batch-size",
+        )
+    return steps

@@ -18,17 +18,9 @@ from training_ext.core.plan import global_batch, trains, world_info
 from training_ext.core.run import Run
 from training_ext.data import row_folders
 from training_ext.data.checkpoint_files import bring_up_to_date, resumed_path
-from training_ext.data.epochs import samples_per_epoch
+from training_ext.data.epochs import check_steps, samples_per_epoch
 from training_ext.data.metrics import evaluated_metrics
 from training_ext.data.rows import check_usable, find_rows
-from training_ext.flags.data_checks import (
-    check_imagenet,
-    check_num_samples,
-    check_shards,
-    check_size_known,
-    check_steps,
-    check_val_data,
-)
 from training_ext.flags.resumed import check_folder, find_resumed
 from training_ext.flags.rules import check_rules
 from training_ext.flags.trial import try_start
@@ -73,17 +65,21 @@ def check_first(run: Run, needs_rows: bool) -> None:
     # Quick checks come before the scan of shards.
     loss, resumed = check_flags(run)
     check_device(args)
-    check_imagenet(args)
     if not trains(args):
         resumed = None
-    if args.val_data:
-        check_val_data(args)
+    if args.val_data or args.imagenet_val:
+        from training_ext.flags import val_data
+
+        val_data.check_imagenet(args)
+        val_data.check(args)
     if trains(args) and any(component.counts_rows for component in run.components):
         processes = world_info()[2]
-        check_size_known(args)
         rows = find_rows(args)
-        check_shards(args, rows, processes)
-        check_num_samples(args, rows)
+        if rows.kind == "webdataset":
+            from training_ext.data import counting
+
+            counting.check_loaders(args, rows, processes)
+            counting.check_num_samples(args, rows)
         check_steps(args, rows.kind, samples_per_epoch(args, rows), processes)
         if loss is not None:
             check_memory(args, loss, rows.num_rows, processes)
