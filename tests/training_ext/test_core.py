@@ -133,25 +133,29 @@ def test_it_trains_as_the_whole_path(run, full, data, loss, kind, form):
 @pytest.mark.slow
 @pytest.mark.parametrize("accum", [1, 2])
 @pytest.mark.parametrize("kind", ["csv", "shards"])
-def test_two_processes_train_as_one(pair, full, data, tmp_path, kind, accum):
-    form = f"--batch-size {ROWS // 2 // accum} --accum-freq {accum} --name two"
-    ended = pair(f"--bare --loss fastclip-v3 {data[kind]} {BY_GRADIENTS} {form}", tmp_path)
-    assert [process.code for process in ended] == [0, 0], ended
-    assert_alike(Experiment(tmp_path, "two"), full("fastclip-v3"))
+@pytest.mark.parametrize("number", [2, 3])
+def test_several_processes_train_as_one(pair, three, full, data, tmp_path, number, kind, accum):
+    form = f"--batch-size {ROWS // number // accum} --accum-freq {accum} --name several"
+    processes = {2: pair, 3: three}[number]
+    ended = processes(f"--bare --loss fastclip-v3 {data[kind]} {BY_GRADIENTS} {form}", tmp_path)
+    assert [process.code for process in ended] == [0] * number, ended
+    assert_alike(Experiment(tmp_path, "several"), full("fastclip-v3"))
 
 
 @pytest.mark.slow
-def test_other_numbers_of_processes_resume(pair, run, full, data, tmp_path):
-    """Two epochs of two processes, one of one, and one of two."""
+def test_other_numbers_of_processes_resume(pair, three, run, full, data, tmp_path):
+    """Two epochs of two processes, one of one, and one of three."""
     # Nothing that follows --epochs
     common = f"--bare --loss fastclip-v3 --gamma 0.5 --gamma-decay-epochs 2 --lr-scheduler const {data['csv']}"
-    common, half = f"{common} {BY_GRADIENTS}", f"--batch-size {ROWS // 2}"
+    common = f"{common} {BY_GRADIENTS}"
     for name, epochs, resumed in (("a", 2, ""), ("c", 4, "--resume {}/logs/b/checkpoints/epoch_3.pt")):
         if name == "c":
             last = tmp_path / "logs" / "a" / "checkpoints" / "epoch_2.pt"
             run("b", f"{common} --batch-size {ROWS} --epochs 3 --resume {last}")
-        flags = f"{common} {half} --epochs {epochs} {resumed.format(tmp_path)} --name {name}"
-        assert [process.code for process in pair(flags, tmp_path / "logs")] == [0, 0]
+        processes = pair if name == "a" else three
+        flags = f"{common} --batch-size {ROWS // processes.number} --epochs {epochs} --name {name}"
+        ended = processes(f"{flags} {resumed.format(tmp_path)}", tmp_path / "logs")
+        assert [process.code for process in ended] == [0] * processes.number
     whole = run("whole", f"{common} --batch-size {ROWS}")
     resumed = Experiment(tmp_path / "logs", "c")
     (resumed.path / "checkpoints" / "epoch_1.pt").write_bytes((whole.path / "checkpoints" / "epoch_1.pt").read_bytes())

@@ -18,7 +18,6 @@ from open_clip_ext.options import flag_of
 from training_ext.core.loss import build_loss
 from training_ext.core.plan import Plan, global_batch, trains, world_info
 from training_ext.core.temperature import trains_logit_scale
-from training_ext.data.captions import fields_in
 from training_ext.data.rows import kind_of, needs_index
 from training_ext.flags.reference import is_unlike_reference
 from training_ext.openclip.hosts import has_lora
@@ -175,7 +174,7 @@ RULES = (
     ),
     needs(
         "json_text_key_probs",
-        lambda run: len(run.json_text_key_probs) <= len(fields_in(run.json_text_key or "")),
+        lambda run: run.json_text_key and len(run.json_text_key_probs) <= len(run.json_text_key.split(";")),
         "a field in --json-text-key for each",
     ),
     Rule(
