@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import subprocess
 import sys
 from argparse import Namespace
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
-from conftest import Experiment, ext_main, run_main
+from conftest import SHIPPED, Experiment, ext_main, run_main
 from torch.nn.functional import cross_entropy
 
 import training_ext.components
@@ -243,6 +244,33 @@ def test_core_is_at_the_bottom():
             for name in names:
                 inside = name.startswith("training_ext") and name != "training_ext.components"
                 assert not inside or name.startswith(own), (path, name)
+
+
+LOADED = """
+import sys
+from pathlib import Path
+from open_clip_ext.main import main
+assert main(sys.argv[1:]) == 0
+print({name: len(Path(module.__file__).read_text().splitlines()) for name, module in sys.modules.items()
+       if name.startswith("training_ext")})
+"""
+
+
+def loaded_by(flags: str, folder: Path) -> dict[str, int]:
+    """Lines of this package's modules that a run in a process of its own has loaded, by name."""
+    command = [sys.executable, "-c", LOADED, *f"{SHIPPED} {ONE_STEP} {flags} --logs {folder}".split()]
+    return ast.literal_eval(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_a_run_loads_what_it_uses(data, tmp_path):
+    lines = loaded_by(f"--bare --loss neuclip {data['csv']}", tmp_path)
+    assert sum(lines.values()) <= (1900 if hosts.installed().HAS_TASKS else 1800), lines
+    names = loaded_by(f"--loss neuclip {data['csv']}", tmp_path)
+    asked_for = ("core.added_losses", "core.checks", "data.counting", "data.sample_keys")
+    asked_for += ("flags.help", "flags.recipes", "flags.val_data", "openclip.failure_lines")
+    assert not names.keys() & {f"training_ext.{name}" for name in asked_for}
+    assert "training_ext.data.csv_rows" in names
 
 
 # Components
