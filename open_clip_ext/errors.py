@@ -10,7 +10,6 @@ from pathlib import Path
 
 from open_clip_ext.files import is_full, os_error
 
-FULL = "the disk or the quota is full"
 # In torch's messages; the files of the second kind are in /dev/shm.
 ENDED_WORKER = re.compile(
     r"DataLoader worker \(pid(\(s\))? [\d, ]+\) (is killed by signal: [\w ]+|exited unexpectedly)"
@@ -51,6 +50,13 @@ class InputError(ValueError):
 def one_line(error: Exception) -> str:
     """An exception's message on one line, of at most 200 characters."""
     return " ".join(TERMINAL_CODE.sub("", str(error)).split())[:200]
+
+
+def reason_of(error: BaseException) -> str:
+    """As `one_line`, without the number and the path of an OSError and Pillow's name of an image in memory."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    text = re.sub(r" ?<_io\.BytesIO object at \w+>", "", text)
+    return " ".join(text.split())[:200] or type(error).__name__
 
 
 def last_line(error: Exception) -> str:
@@ -111,7 +117,7 @@ def fault_of_machine(error: BaseException, folder: str | os.PathLike | None = No
     name = system.filename
     subject = f"{os.fspath(name)!r} cannot be written: " if isinstance(name, str | os.PathLike) else ""
     if is_full(system):
-        return f"{subject}{system.strerror if FULL in str(system.strerror) else FULL}; make room"
+        return f"{subject}the disk or the quota is full; make room"
     is_below = folder is not None and subject and Path(os.path.abspath(name)).is_relative_to(os.path.abspath(folder))
     return f"{subject}{system.strerror}" if is_below else None
 

@@ -31,10 +31,10 @@ from training_ext.core import hosts
 from training_ext.core.epoch import Epoch
 from training_ext.core.rows import RowLoader
 from training_ext.core.training import Training
-from training_ext.data.first_look import look_at_lines, look_at_shards
-from training_ext.data.keys import read_table
-from training_ext.data.rows import read_csv
+from training_ext.data.csv_rows import look_at_lines, read_csv
+from training_ext.data.first_look import look_at_shards
 from training_ext.data.shard_rows import rows_of_shards
+from training_ext.data.tables import read_table
 from training_ext.scoring.pairs import CsvPairs, PairShards
 from training_ext.tools.pairs.sources import find_sources
 
@@ -496,7 +496,7 @@ ENDS = pytest.mark.parametrize(
 @ENDS
 def test_shards_without_a_pair_that_nobody_could_see(ended, shards, monkeypatch, loss, workers, resampled):
     """As the look at the first samples sees nothing of remote shards."""
-    monkeypatch.setattr("training_ext.data.rows.look_at_shards", lambda urls, *fields: None)
+    monkeypatch.setattr("training_ext.data.counting.look_at_shards", lambda urls, *fields: None)
     monkeypatch.setattr(skips, "SAMPLES_IN_A_ROW", 500)
     data = shards(lambda row, name, content: (name, b"nothing" if ".png" in name else content))
     line, log = ended(f"--epochs 1 --workers {workers} {LOSSES[loss]} {data} {resampled}")

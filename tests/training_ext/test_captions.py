@@ -18,8 +18,9 @@ from open_clip_train import data as open_clip_data
 from open_clip_ext.data import Scenes
 from training_ext.core import hosts
 from training_ext.data.captions import JsonCaptions, Pictures, draw_from_lines, drawn
-from training_ext.data.keys import keys_of_captions, read_table
+from training_ext.data.sample_keys import keys_of_captions
 from training_ext.data.seeding import SharedEpoch
+from training_ext.data.tables import read_table
 
 # Keys of captions tell which ones the loss has met.
 COMMON = f"{LOSSES['fastclip-v3']} --epochs 2 --batch-size 4 --same-caption"

@@ -26,6 +26,7 @@ class CountedRows(Component):
     topic = "data"
     needs_ext_loss = True
     may_be_off = False
+    counts_rows = True
     shard_sizes: str | None = option(
         None, "JSON file of samples per shard, by file name or URL, if there is no sizes.json beside the shards",
         metavar="FILE",

@@ -34,11 +34,11 @@ class PairTables(Component):
     )  # fmt: skip
 
     def read_csv(self, original: Callable, path: str, **kwargs: Any) -> Any:
-        from training_ext.data.keys import read_table
+        from training_ext.data.tables import read_table
 
         return read_table(self.args, path, original, **kwargs)
 
     def of_folder(self, original: Callable, path: str, kind: str) -> Callable:
-        from training_ext.data.pair_folders import is_folder
+        from training_ext.data.rows import is_folder
 
         return original(path, "csv" if is_folder(path, kind) else kind)

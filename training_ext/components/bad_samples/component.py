@@ -14,7 +14,7 @@ import numpy as np
 from open_clip_train import train as open_clip_train
 
 from open_clip_ext.distributed import all_gather_object
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, reason_of
 from open_clip_ext.options import option
 from training_ext.components.bad_samples import columns
 from training_ext.components.bad_samples.usable import EMPTY, CountIncomplete, Decode, DecodeImages, UsableLines
@@ -28,7 +28,6 @@ from training_ext.data.rows import kind_of
 from training_ext.data.seeding import shared_zeros, worker_id
 from training_ext.data.shard_rows import UndamagedParts, leave_out_broken, read_to_damage
 from training_ext.data.shards import shard_urls
-from training_ext.data.tars import one_line
 
 FILE = "data.jsonl"  # a line for each epoch
 DATA = "open_clip_train.data"
@@ -210,7 +209,7 @@ class BadSamples(Component):
             InputError: too many shards are bad, or too many in a row could not be read.
         """
         kind = columns.DAMAGED if position or not isinstance(error, OSError) else columns.MISSING
-        last = f"shard {url!r} after {position} samples: {one_line(error)}"
+        last = f"shard {url!r} after {position} samples: {reason_of(error)}"
         self._name(kind, last)
         number = self._numbers[url]
         if not self._bad_shards[number]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from open_clip_ext.errors import reason_of
 from training_ext.components.bad_samples.columns import NO_CAPTION, NO_IMAGE, SURPLUS, UNREADABLE
 from training_ext.core.rows import Wrapped
-from training_ext.data.captions import JsonCaptions, is_empty
-from training_ext.data.pair_folders import place_of, unusable_line
-from training_ext.data.tars import one_line
+from training_ext.data.captions import JsonCaptions
+from training_ext.data.tables import is_empty, place_of, unusable_line
 from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Decode:
 
     def _run(self, decode: Callable, samples: Iterator[dict]) -> Iterator[dict]:
         def skip(error: Exception) -> bool:
-            self.counts.skip(UNREADABLE, self.counts.latest, one_line(error))
+            self.counts.skip(UNREADABLE, self.counts.latest, reason_of(error))
             return True
 
         self.counts.begin_pass()
@@ -127,7 +127,7 @@ class UsableLines(Wrapped):
         try:
             item = self.dataset[row]
         except Exception as error:  # image libraries may raise anything
-            return self._skip(row, UNREADABLE, f"{self.images[row]!r}: {one_line(error)}", is_new)
+            return self._skip(row, UNREADABLE, f"{self.images[row]!r}: {reason_of(error)}", is_new)
         if self.counts is not None:
             self.counts.use(is_new)
         return item

@@ -20,13 +20,13 @@ from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.recovery import digest_of
 from training_ext import launch
 from training_ext.components.summary import has_report
+from training_ext.core.loss import build_loss
 from training_ext.core.plan import global_batch, trains
 from training_ext.core.state import INSTEAD, entry_of
 from training_ext.data import row_folders
-from training_ext.data.loss import build_loss
 from training_ext.data.rows import DataRows, find_rows, kind_of, needs_index
 from training_ext.data.shards import Shards, find_shards, local_path, shard_urls
-from training_ext.flags.recipes import RECIPE
+from training_ext.flags.run_recipe import RECIPE
 from training_ext.openclip.loading import load_checkpoint
 from training_ext.openclip.machine import check_device, check_writable
 from training_ext.tools.evaluation.models import MODEL_FLAGS, Checkpoint, experiment_of, load_model, preprocessing_of
