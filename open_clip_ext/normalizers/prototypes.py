@@ -61,9 +61,7 @@ class Prototypes(RingNormalizer, NPN):
     npn_prototypes: int = option(
         4096, "m, prototypes of the normalizer-prediction network per direction", in_state=True, **AT_LEAST_1
     )
-    npn_split: bool | None = option(
-        Derived("on GPUs where it is faster, by counting"), "shard the prototypes over the processes"
-    )
+    npn_split: bool | None = option(Derived("on GPUs where it is faster"), "shard the prototypes over the processes")
     npn_graph: bool = option(False, "launch a step's updates as one CUDA graph: faster, takes more memory")
     keys: Tensor | None  # of the samples that they were drawn from, (m,) int64; None while batches have none
 
