@@ -162,7 +162,7 @@ def later(evidence, name: str) -> tuple:
     return declared, results, report, (ROOT / f"docs/evidence/{name}.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["components", "glyphs"])
+@pytest.mark.parametrize("name", ["components", "glyphs", "positives"])
 def test_the_later_grids_tables_follow_from_the_results(evidence, name):
     declared, results, report, page = later(evidence, name)
     rows = list(results.values())
@@ -174,6 +174,14 @@ def test_the_later_grids_tables_follow_from_the_results(evidence, name):
     assert all(told in tables for told in re.findall(r"\d+\.\d ± \d+\.\d", sentences))
     hours = sum(one["cpu_seconds"] for one in rows) / 3600
     assert f"{len(rows)} of {len(declared.runs)} declared runs ran, in {hours:.1f} hours" in " ".join(page.split())
+
+
+def test_the_page_of_neighbours_on_several_positives_follows_from_the_results(evidence):
+    declared, results, report, _ = later(evidence, "positives")
+    tables = report.declared(declared, list(results.values()))
+    told = (ROOT / "docs/neighbours.md").read_text().partition("## Several positives")[2].partition("\n## ")[0]
+    differences = re.findall(r"-\d\.\d ± \d\.\d", told)
+    assert len(differences) == 2 and all(one in tables for one in differences)
 
 
 def test_what_the_page_of_components_says_beside_its_tables(evidence):
