@@ -175,7 +175,7 @@ def loss_bytes(args: Namespace, processes: int, loss: Loss | None, dimension: in
         if loss.takes_reference:
             more = {"dist_image_features": torch.empty_like(image), "dist_text_features": torch.empty_like(text)}
         loss.set_epoch(0)
-        loss.steps = 1  # at step 0 a loss checks values
+        loss.steps, loss._local_pairs = 1, batch  # at step 0, or without the size of a batch, a loss checks values
         loss.accum_freq = 1  # of a step's calls the first takes most
         for _ in range(WARM_UP):
             index = torch.empty(batch, dtype=torch.int64, device="meta")
