@@ -1,11 +1,11 @@
-"""Pictures of things with captions, as shards for OpenCLIP: clip art, and stamps, most of which are photographs.
+"""Pictures of things with captions, as shards for OpenCLIP: clip art, and stamps, many of which are photographs.
 
     apt-get download openclipart-png openclipart-svg tuxpaint-stamps-default
     for file in *.deb; do dpkg-deb -x $file debian; done
     python examples/data/pictures.py --debian debian --out pictures
 
-OUT has the shards of the clip art, OUT/stamps those of the stamps. The same packages, Pillow and seed give the same bytes;
-the last line printed is a checksum of keys, captions and pictures.
+OUT has the shards of the clip art, OUT/stamps those of the stamps. The same packages, Pillow and seed give the same
+bytes; the last line printed is a checksum of keys, captions and pictures.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ CLIP_ART, STAMPS = "usr/share/openclipart", "usr/share/tuxpaint/stamps"
 HELD_OUT = {"clip art": 300, "stamps": 150}  # for test, and a third of it for val
 SIZE = 128
 _THINGS = frozenset(
-    "animals buildings containers education electronics food office people plants recreation tools transportation".split()
+    "animals buildings containers education electronics food office people plants recreation tools"
+    " transportation".split()
 )
 _SIGNS = frozenset(("aiga-symbols", "alphabets", "cards", "math", "roadsigns"))
 _TITLE = re.compile(r"<dc:title[^>]*>([^<]*)</dc:title>")
@@ -75,11 +76,16 @@ def main(argv: list[str] | None = None) -> None:
             write_all(folder, samples, {}, 10_000, "png")
     for name, parts in every.items():
         print(f"{name}: " + ", ".join(f"{len(some)} {part}" for part, some in parts.items()))
-    print(f"checksum {checksum({f'{name} {part}': some for name, parts in every.items() for part, some in parts.items()})}")
+    splits = {f"{name} {part}": some for name, parts in every.items() for part, some in parts.items()}
+    print(f"checksum {checksum(splits)}")
 
 
 def words_of(text: str) -> list[str]:
     return re.findall(r"[^\W\d_]+", text.lower())
+
+
+def key_of(place: Path) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", "_".join(place.with_suffix("").parts))
 
 
 def clip_art(folder: Path) -> Iterator[tuple[Path, str, str]]:
@@ -99,7 +105,7 @@ def clip_art(folder: Path) -> Iterator[tuple[Path, str, str]]:
         name = " ".join(words_of(place.stem if is_collection else title))
         plain = dict.fromkeys(" ".join(words_of(keyword)) for keyword in keywords)
         others = [keyword for keyword in plain if keyword and keyword not in name][:_MOST_KEYWORDS]
-        yield (folder / "png" / place).with_suffix(".png"), "_".join(place.with_suffix("").parts), ", ".join([name, *others])
+        yield (folder / "png" / place).with_suffix(".png"), key_of(place), ", ".join([name, *others])
 
 
 def stamps(folder: Path) -> Iterator[tuple[Path, str, str]]:
@@ -108,7 +114,7 @@ def stamps(folder: Path) -> Iterator[tuple[Path, str, str]]:
         place = path.relative_to(folder)
         text = path.with_suffix(".txt")
         if _SIGNS.isdisjoint(place.parts) and text.exists():
-            yield path, "_".join(place.with_suffix("").parts), text.read_text(encoding="utf-8").split("\n")[0].strip()
+            yield path, key_of(place), text.read_text(encoding="utf-8").split("\n")[0].strip()
 
 
 def collect(
@@ -125,7 +131,6 @@ def collect(
             png = draw(path, size)
         except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
             raise ValueError(f"argument --debian: {str(path)!r} cannot be read: {error}") from error
-        key = re.sub(r"[^A-Za-z0-9_-]+", "-", key)
         if png is None or not words_of(caption):
             continue
         digest = hashlib.blake2b(png, digest_size=16).digest()
