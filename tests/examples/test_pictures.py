@@ -41,7 +41,8 @@ def debian(tmp_path_factory):
         clip_art.save(art / "png" / kind / f"red dog {number}.png")
         stamp = Image.fromarray(random.integers(0, 256, (20, 30, 4), dtype=np.uint8))
         (clip_art if number == 11 else stamp).save(stamps / f"s{number}.png")
-        (stamps / f"s{number}.txt").write_text(f"A {caption}.\nUn autre.\n")
+        alone = f" {chr(ord('a') + number) * 2}" if number > 4 else ""  # a word of no other caption
+        (stamps / f"s{number}.txt").write_text(f"A {caption}{alone}.\nUn autre.\n")
     Image.new("RGB", (9, 9)).save(stamps / "blank.png")
     (stamps / "blank.txt").write_text("A dog.")
     Image.new("RGB", (9, 9)).save(stamps / "mirrored.png")
