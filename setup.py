@@ -39,6 +39,7 @@ setup(
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
@@ -54,12 +55,12 @@ setup(
         "open_clip_torch[training]>=2.26,!=4.0.*,!=4.1.*,<4.3",
         "torch>=2.6",  # before it, weights_only=True could be got round (CVE-2025-32434)
         "timm",
-        "transformers",
-        "webdataset",
+        "transformers>=4.31",  # an older one's text towers have a buffer more, which OpenCLIP does not load
+        "webdataset>=0.2.35",
         "braceexpand",
-        "pandas",
-        "matplotlib",
-        "safetensors",
+        "pandas>=1.5",
+        "matplotlib>=3.6",
+        "safetensors>=0.3.1",
         "pillow>=10.1",  # its EPS reader can be kept from starting ghostscript
         "fsspec",
         "pyyaml",

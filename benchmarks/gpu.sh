@@ -49,6 +49,12 @@ loss() {  # time and memory of each loss against ClipLoss
 network() {  # the network's updates against bare matrix products: plain, compiled, as a CUDA graph, in bfloat16
     "$PYTHON" benchmarks/network.py "${common[@]}" "${network[@]}" --json "$OUT/network.json"
 }
+graph() {  # --npn-graph: whether each bit is as without it, then times of the updates and of whole steps
+    read -r name size <<< "${models[0]}"
+    "$PYTHON" benchmarks/network.py "${common[@]}" "${network[@]}" --also graph --json "$OUT/graph.json" &&
+        "$PYTHON" benchmarks/step_time.py "${common[@]}" --model "$name" --batch-size "$size" --precision "$precision" \
+            --prototypes 4096 --consecutive "$consecutive" --losses neuclip "neuclip, graph" --json "$OUT/graph-steps.json"
+}
 rows() {  # tables on the device and in host memory
     for where in device host; do
         "$PYTHON" benchmarks/rows.py "${common[@]}" "${rows[@]}" --rows-on $where --json "$OUT/rows-$where.json"
@@ -120,11 +126,11 @@ icons() {  # the main methods of the comparison on icons at each batch, one seed
         done
     done
 }
-export -f parity steps memory loss network processes icons rows precision demo tests train
+export -f parity steps graph memory loss network processes icons rows precision demo tests train
 
 failed=0
 for part in "${@:-}"; do
-    parts=(${part:-parity steps memory loss network processes icons rows precision demo tests})
+    parts=(${part:-parity steps graph memory loss network processes icons rows precision demo tests})
     for name in "${parts[@]}"; do
         echo "== $name"
         start=$SECONDS

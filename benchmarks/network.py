@@ -7,9 +7,9 @@ prototypes, `backward`, AdaGrad. `products` are the two matrix products per dire
 anchors with prototypes, and weights with anchors. `ours` is a step's whole `update`, which also pushes the batch into
 the ring buffer. All alternate; ratios are those of the medians.
 
-`--also compile` adds the update under torch.compile, `graph` (CUDA) the update as one CUDA graph, and `bfloat16` the
-bare products in bfloat16. They show what fewer launches and lower precision could gain. A variant that fails prints the
-reason and is left out.
+`--also compile` adds the update under torch.compile, `graph` that with `--npn-graph`, and `bfloat16` the bare products
+in bfloat16. They show what fewer launches and lower precision could gain. A variant that fails prints the reason and is
+left out. `graph` also trains networks with and without it; the exit code is 1 if they differ in a bit.
 """
 
 import sys
@@ -47,30 +47,42 @@ class PlainAutograd:
             self.optimizer.step()
 
 
-def captured(normalizer: Prototypes, batch: Batch) -> Callable[[], None]:
-    """An update as a CUDA graph, for timing only: it always writes to the ring buffer where the capture did."""
-    for group in normalizer.network.optimizer.param_groups:
-        group["capturable"] = True  # without learning rate decay, AdaGrad reads no value from the device
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            normalizer.update(batch)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        normalizer.update(batch)
-    return graph.replay
+def first_difference(batches: Callable[[int], Batch], start: Tensor, args) -> int | None:
+    """The first step after which a network that is updated by a CUDA graph is not, to the last bit, the one without.
+
+    At a rate that lets prototypes settle, and at one whose updates are undone; with restarts, and a batch that is not
+    finite.
+    """
+    for rate in (0.01, 100.0):
+        options = dict(npn_prototypes=args.m, npn_updates=max(2, args.updates), npn_restart_every=7, npn_lr=rate)
+        networks = [Prototypes(npn_graph=graph, npn_max_rise=0.0, **options) for graph in (False, True)]
+        for network in networks:
+            network.materialize(args.dim, start.device, start.dtype)
+        filled = -(-args.m // len(batches(0).image))
+        for step in range(filled + 20):
+            batch = batches(step)
+            batch.finite = torch.tensor(step != filled + 10, device=start.device)
+            for network in networks:
+                network.update(batch)
+            states = [network.network.state() for network in networks]
+            if not all(torch.equal(states[0][name], states[1][name]) for name in states[0]):
+                return step
+    return None
 
 
-def variant(kind: str, make: Callable[[], Prototypes], batch: Batch, args) -> Callable[[], object] | None:
+def variant(kind: str, make: Callable[..., Prototypes], batch: Batch, args) -> Callable[[], object] | None:
     """The variant `kind` of `--also`; None if it fails here."""
     try:
         if kind == "bfloat16":
             products = BareProducts(len(batch.image), args.dim, args.m, "others", batch.image.device, torch.bfloat16)
             return lambda: [products() for _ in range(args.updates)]
-        normalizer = make()
+        normalizer = make(npn_graph=kind == "graph")
         if kind == "graph":
-            return captured(normalizer, batch)
+            normalizer.update(batch)
+            normalizer.update(batch)
+            if not normalizer.update_graph.inputs:
+                raise RuntimeError("none was captured")
+            return lambda: normalizer.update(batch)
         compiled = torch.compile(normalizer.update)
         compiled(batch)
         return lambda: compiled(batch)
@@ -88,13 +100,19 @@ def compare(batch_size: int, m: int, dim: int, device: torch.device, args) -> di
         log_batch = torch.full((2, len(image[rows])), -9.0, device=device)
         return Batch.of_process(image[rows], text[rows], torch.tensor(0.03, device=device), log_batch=log_batch)
 
-    def make() -> Prototypes:
-        normalizer = Prototypes(npn_prototypes=m, npn_updates=args.updates, npn_restart_every=0, npn_lr=0.01)
+    def make(**more: bool) -> Prototypes:
+        options = dict(npn_prototypes=m, npn_updates=args.updates, npn_restart_every=0, npn_lr=0.01)
+        normalizer = Prototypes(**options, **more)
         normalizer.materialize(dim, device, image.dtype)
         for start in range(0, m, batch_size):
             normalizer.update(batch_of(slice(start, start + batch_size)))
         return normalizer
 
+    def some(step: int) -> Batch:
+        first = step * batch_size % (len(image) - batch_size + 1)
+        return batch_of(slice(first, first + batch_size))
+
+    difference = first_difference(some, image, args) if "graph" in args.also else None
     normalizer = make()
     batch = batch_of(slice(0, batch_size))
     products = BareProducts(batch_size, dim, m, "others", device)
@@ -110,6 +128,7 @@ def compare(batch_size: int, m: int, dim: int, device: torch.device, args) -> di
         "batch": batch_size, "m": m, "dim": dim, "updates": args.updates,
         "to_products": summary(times, "ours", "products"), "to_autograd": summary(times, "ours", "autograd"),
         "also": {kind: summary(times, kind, "products") for kind in args.also if kind in times},
+        **({} if difference is None else {"graph_differs_from_step": difference}),
         "bytes": peak_memory(functions["ours"], device), "autograd_bytes": peak_memory(functions["autograd"], device),
     }
 
@@ -131,6 +150,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
                for key, value in shown(result[f"to_{base}"]).items() if key != "ms"},
             **{f"{kind} / products": shown(result["also"][kind])["time"] if kind in result["also"] else "failed"
                for kind in args.also},
+            **({"bits": "differ" if "graph_differs_from_step" in result else "equal"} if "graph" in args.also else {}),
             "ms": f"{1e3 * result['to_products']['seconds']:.0f}",
             "MiB": f"{result['bytes'] / 2**20:.0f}", "autograd MiB": f"{result['autograd_bytes'] / 2**20:.0f}",
         }
@@ -142,4 +162,5 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main()
+    if any("graph_differs_from_step" in result for result in main()):
+        sys.exit(1)

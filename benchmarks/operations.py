@@ -82,7 +82,7 @@ def make_losses(batch: int, m: int, num_samples: int, names: list[str] | None = 
     queue_size = max(m, 2 * batch * world_size())  # more than the global batch
     settings |= {"neuclip": {"npn_prototypes": m}, "queue": {"queue_size": queue_size}}
     settings["neuclip, no updates"] = {"npn_prototypes": m, "npn_updates": 0}
-    settings["neuclip, split"] = {"npn_prototypes": m, "npn_split": True}
+    settings["neuclip, not split"] = {"npn_prototypes": m, "npn_split": False}
     settings["queue, compositional"] = {"queue_size": queue_size, "encoder_objective": "compositional"}
     clip = ClipLoss(local_loss=True, gather_with_grad=True, rank=0, world_size=world_size())
     losses: dict[str, Callable] = {"clip": clip} if names is None or "clip" in names else {}

@@ -59,9 +59,10 @@ def make(folder: Path, name: str, shards: int, samples: int) -> str:
 
 def start(flags: str) -> dict:
     """One start, in a process of its own."""
-    from training_ext.data.loss import samples_per_epoch
+    from training_ext.data.counting import check_loaders
+    from training_ext.data.epochs import check_steps, samples_per_epoch
     from training_ext.data.rows import find_rows
-    from training_ext.flags import data_checks, params
+    from training_ext.flags import params
 
     multiprocessing.set_start_method("fork", force=True)  # as in a command; this process was spawned
     common = "--loss fastclip-v3 --dataset-type webdataset --workers 1"
@@ -70,8 +71,8 @@ def start(flags: str) -> dict:
 
     def look() -> None:
         rows = find_rows(args)
-        data_checks.check_shards(args, rows, 1)
-        data_checks.check_steps(args, rows.kind, samples_per_epoch(args, rows), 1)
+        check_loaders(args, rows, 1)
+        check_steps(args, rows.kind, samples_per_epoch(args, rows), 1)
         found.append(rows)
 
     with contextlib.redirect_stderr(io.StringIO()) as shown:

@@ -57,7 +57,7 @@ def state_bytes(loss: nn.Module) -> int:
 
 def main(argv: list[str] | None = None) -> list[dict]:
     flags = parser(__doc__)
-    flags.add_argument("--losses", nargs="+", help="default: all")
+    flags.add_argument("--losses", nargs="+", help="default: all; 'neuclip, graph' is with --npn-graph")
     flags.add_argument("--model", default="ViT-shapes-tiny")
     flags.add_argument("--batch-size", type=int, default=64)
     flags.add_argument("--num-samples", type=int, default=20_000, help="rows of the tables")
@@ -66,12 +66,13 @@ def main(argv: list[str] | None = None) -> list[dict]:
     flags.add_argument("--consecutive", type=int, default=1, help="steps that are timed together (default: 1)")
     args = flags.parse_args(argv)
     device = begin(args)
-    settings = {"neuclip": {"npn_prototypes": args.prototypes}, "queue": {"queue_size": args.prototypes}}
+    settings: dict[str, dict] = {"neuclip": {"npn_prototypes": args.prototypes}}
+    settings |= {"neuclip, graph": settings["neuclip"] | {"npn_graph": True}, "queue": {"queue_size": args.prototypes}}
     steps, baseline, results = Steps(args, device), ClipLoss(), []
     names = args.losses or [preset.name for preset in open_clip_ext.list_losses() if not preset.is_open_clip]
     for name in tqdm(names, desc="losses"):
         loss = open_clip_ext.create_loss(
-            name, num_samples=args.num_samples, epochs=8, device=args.device, **settings.get(name, {})
+            name.split(",")[0], num_samples=args.num_samples, epochs=8, device=args.device, **settings.get(name, {})
         )
         loss.set_epoch(0)
         functions = {

@@ -1,7 +1,7 @@
 """Train three losses on real icons at a batch of 32, and compare retrieval: what an estimate is worth.
 
-`clip` is OpenCLIP's own loss, `queue` estimates each sample's normalizer from the latest embeddings, and `control` is
-the same global objective with the batch's own estimates.
+`clip` is OpenCLIP's own loss, `queue` estimates each sample's normalizer from the latest embeddings, and the
+third run has the same global objective with the batch's own estimates.
 
     make demo
 
@@ -26,15 +26,16 @@ from tqdm import tqdm
 
 HERE = Path(__file__).parent
 FUSED = HERE / "evidence" / "train.py"  # the command with torch's fused AdamW, which halves a tiny model's step
-# As in evidence/small.yaml, with five seeds. Control and queue have one fixed temperature; clip learns its own.
+# As in evidence/small.yaml, with five seeds. `minibatch` and `queue` have one fixed temperature, `clip` learns its own.
 LOSSES = {
     "clip": "--loss clip",
-    "control": "--loss fastclip-v1 --normalizer batch --tau-init 0.03",
+    "minibatch": "--loss fastclip-v1 --normalizer batch --tau-init 0.03",
     "queue": "--loss queue --queue-size 1024 --temperature fixed --tau-init 0.03",
 }
+LABELS = {"clip": "clip", "minibatch": "batch's own estimates", "queue": "queue"}
 EVIDENCE = {  # results, cell, and its names of the losses
-    "small.jsonl": ("isolation", {"clip": "clip", "control, tau 0.03": "control", "queue, tau 0.03": "queue"}),
-    "results.jsonl": ("main", {"clip": "clip", "minibatch": "control", "queue, unified": "queue"}),
+    "small.jsonl": ("isolation", {"clip": "clip", "control, tau 0.03": "minibatch", "queue, tau 0.03": "queue"}),
+    "results.jsonl": ("main", {"clip": "clip", "minibatch": "minibatch", "queue, unified": "queue"}),
 }
 RECIPE = (
     "--model ViT-icons-tiny --device cpu --precision fp32 --workers 0 --batch-size 32 --lr 1e-3 --wd 0.1 --warmup 100 "
@@ -124,7 +125,7 @@ def draw(curves: dict[str, list[list[float]]], path: Path) -> None:
         for curve in starting:
             axis.plot(range(len(curve)), curve, color=COLOURS[name], linewidth=0.7, alpha=0.6)
         middle = list(map(mean, zip(*starting, strict=True)))
-        axis.plot(range(len(middle)), middle, color=COLOURS[name], linewidth=2.2, marker="o", label=name)
+        axis.plot(range(len(middle)), middle, color=COLOURS[name], linewidth=2.2, marker="o", label=LABELS[name])
     axis.set(xlabel="epoch", ylabel="R@1 on held-out icons, %", xlim=(0, None), ylim=(0, None))
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_title("Icons, batch 32")
@@ -136,15 +137,15 @@ def draw(curves: dict[str, list[list[float]]], path: Path) -> None:
 def tell(curves: dict[str, list[list[float]]], sizes: dict[str, int], args: argparse.Namespace) -> None:
     """Print R@1 of each loss with its standard error, and that of five runs like it and of five long ones."""
     short, long = map(last_recalls, EVIDENCE)
-    against = (difference(short["queue"], short[other], other == "control") for other in ("control", "clip"))
+    against = (difference(short["queue"], short[other], other == "minibatch") for other in ("minibatch", "clip"))
     leads = [f"{value:.1f} ± {half:.1f}" for value, half, _ in against]
     after = f"after {args.epochs} epochs of {sizes['train']:,} icons at a batch of 32"
     print(f"""
 R@1 in percent over {sizes["test"]:,} held-out icons, mean of both directions,
-{after}. The control is the queue's loss with the batch's own
-estimates. ± is one standard error from the choice of the held-out icons. Beside it
+{after}. In the second row the queue's
+loss has the batch's own estimates. ± is one standard error from the choice of the held-out icons. Beside it
 - [a, b]: where 95 % of single runs of 4 epochs lie, by five seeds (docs/evidence/small.md). With all five the queue is
-  above the control by {leads[0]} and above clip by {leads[1]} (95 %); one run of each may show the opposite.
+  above the batch's own estimates by {leads[0]} and above clip by {leads[1]} (95 %); single runs may show the opposite.
 - on the right 100,000 icons, 8 epochs, tuned flags: mean of five seeds, 95 % (docs/evidence/icons.md).""")
     for name, seeds in curves.items():
         last = [curve[-1] for curve in seeds]
@@ -154,7 +155,7 @@ estimates. ± is one standard error from the choice of the held-out icons. Besid
         low, high = spread(short[name])
         middle, half = interval(long[name])
         beside = f"[{low:.1f}, {high:.1f}]     {middle:.1f} ± {half:.1f}"
-        print(f"  {name:8} {mean(last):5.1f} ± {error:.1f}{shown}     {beside}")
+        print(f"  {LABELS[name]:21} {mean(last):5.1f} ± {error:.1f}{shown}     {beside}")
 
 
 def last_recalls(file: str) -> dict[str, list[float]]:

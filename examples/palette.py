@@ -6,8 +6,9 @@ from itertools import cycle
 
 COLOURS = {
     "clip": "#555555", "siglip": "#000000", "cyclip": "#8c564b", "neuclip": "#d55e00", "queue": "#0072b2",
-    "fastclip": "#009e73", "minibatch": "#cc79a7", "control": "#cc79a7", "amorlip": "#e69f00", "tuneclip": "#56b4e9",
-    "HGCL": "#56b4e9", "GCL": "#7b3294", "sogclr": "#bcbd22", "isogclr": "#808000",
+    "fastclip": "#009e73", "minibatch": "#cc79a7", "batch's own estimates": "#cc79a7", "control": "#cc79a7",
+    "amorlip": "#e69f00", "tuneclip": "#56b4e9", "HGCL": "#56b4e9", "GCL": "#7b3294", "sogclr": "#bcbd22",
+    "isogclr": "#808000",
 }  # fmt: skip
 OTHERS = ("#17becf", "#e377c2", "#9467bd", "#a6761d", "#66a61e", "#1f3a93")
 LINES = ("-", "--", ":", "-.")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SOON, AT_LAST = timedelta(seconds=10), timedelta(minutes=5)  # after which `wait_for_others` warns, and gives up
+SOON, AT_LAST = timedelta(seconds=10), timedelta(minutes=5)  # after which `_wait` warns, and gives up
 
 # torch 2.14 has new names, and warns of the old ones.
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -76,13 +76,44 @@ def wait_for_others() -> None:
     """
     if world_size() == 1:
         return
-    store = dist.distributed_c10d._get_default_store()
-    # The count of gatherings is in the store, not in this process, which may have been in other groups before.
-    key = f"open_clip_ext/gathering {store.add(f'open_clip_ext/gatherings/{rank()}', 1)}/"
-    if rank() > 0:
-        store.set(f"{key}{rank()}", "here")
-        return
-    keys = [f"{key}{other}" for other in range(1, world_size())]
+    key = _report("gathering", "here")
+    if rank() == 0:
+        _wait(
+            key, "the loss's state_dict() or full_state(): process 0 waits for process {}; every process must call it, "
+            "also where process 0 alone writes the file"
+        )  # fmt: skip
+
+
+def values_where_changed(name: str, value: int, message: str) -> list[int]:
+    """Values of all processes, in the order of ranks, for whose change no process but those that have one looks.
+
+    Args:
+        name: of the value.
+        message: for processes whose value has not changed, their numbers in place of {}.
+
+    Raises:
+        RuntimeError: with the message; a process has not called it within 5 minutes.
+    """
+    key = _report(name, str(value))
+    _wait(key, message)
+    return [int(_store().get(f"{key}{process}")) for process in range(world_size())]
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _report(name: str, value: str) -> str:
+    """Set this process's value in the store, and return the key before a process's number."""
+    # The count of reports is in the store, not in this process, which may have been in other groups before.
+    key = f"open_clip_ext/{name} {_store().add(f'open_clip_ext/{name}/{rank()}', 1)}/"
+    _store().set(f"{key}{rank()}", value)
+    return key
+
+
+def _wait(key: str, message: str) -> None:
+    """Wait until every process has reported; warn of those that have not, and raise RuntimeError at last."""
+    store, keys = _store(), [f"{key}{process}" for process in range(world_size())]
     for seconds in (SOON, AT_LAST):
         try:
             store.wait(keys, seconds)
@@ -91,13 +122,9 @@ def wait_for_others() -> None:
             missing = ", ".join(other.removeprefix(key) for other in keys if not store.check([other]))
             if not missing:
                 raise
-            message = (
-                f"the loss's state_dict() or full_state(): process 0 waits for process {missing}; every process must "
-                "call it, also where process 0 alone writes the file"
-            )
             if seconds == SOON:
-                logging.warning(message)
-    raise RuntimeError(message)
+                logging.warning(message.format(missing))
+    raise RuntimeError(message.format(missing))
 
 
 def gather_rows(local_rows: Tensor, num_rows: int, chunk_rows: int) -> Tensor | None:

@@ -10,11 +10,14 @@ from pathlib import Path
 
 from open_clip_ext.files import is_full, os_error
 
-FULL = "the disk or the quota is full"
 # In torch's messages; the files of the second kind are in /dev/shm.
 ENDED_WORKER = re.compile(
     r"DataLoader worker \(pid(\(s\))? [\d, ]+\) (is killed by signal: [\w ]+|exited unexpectedly)"
     r"|</torch_\S+>: (No space left on device|Cannot allocate memory)"
+)
+# In torch's, of the memory that loader workers share; in Python's, of the same and of semaphores.
+NO_SHARED_MEMORY = re.compile(
+    r"unable to open shared memory object.*: (.+)|^\[Errno \d+\] (.+): '/dev/shm\b|^\[Errno 30\] ([^:]+)$"
 )
 # In torch's messages, of the host and of a GPU.
 OUT_OF_MEMORY = re.compile(r"can't allocate memory|not enough memory|(CUDA )?out of memory", re.IGNORECASE)
@@ -47,6 +50,13 @@ class InputError(ValueError):
 def one_line(error: Exception) -> str:
     """An exception's message on one line, of at most 200 characters."""
     return " ".join(TERMINAL_CODE.sub("", str(error)).split())[:200]
+
+
+def reason_of(error: BaseException) -> str:
+    """As `one_line`, without the number and the path of an OSError and Pillow's name of an image in memory."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    text = re.sub(r" ?<_io\.BytesIO object at \w+>", "", text)
+    return " ".join(text.split())[:200] or type(error).__name__
 
 
 def last_line(error: Exception) -> str:
@@ -85,8 +95,9 @@ def fault_of_machine(error: BaseException, folder: str | os.PathLike | None = No
             f"{ended[0]}; where nobody ended it, the memory or the shared memory (/dev/shm) is too small: lower "
             "--workers, or give the container more (--shm-size)"
         )
-    if isinstance(error, RuntimeError) and "unable to open shared memory object" in str(error):
-        return f"/dev/shm cannot be written: {str(error).rpartition(': ')[2]}; mount it writable, also for --workers 0"
+    if no_shared_memory := NO_SHARED_MEMORY.search(str(error)):
+        reason = next(filter(None, no_shared_memory.groups()))
+        return f"/dev/shm cannot be written: {reason}; mount it writable, or read a csv or images with --workers 0"
     is_of_torch = OUT_OF_MEMORY.search(str(error)) if isinstance(error, RuntimeError) else None
     if is_of_torch or isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         text = str(error)[is_of_torch.start() :] if is_of_torch else str(error)
@@ -106,7 +117,7 @@ def fault_of_machine(error: BaseException, folder: str | os.PathLike | None = No
     name = system.filename
     subject = f"{os.fspath(name)!r} cannot be written: " if isinstance(name, str | os.PathLike) else ""
     if is_full(system):
-        return f"{subject}{system.strerror if FULL in str(system.strerror) else FULL}; make room"
+        return f"{subject}the disk or the quota is full; make room"
     is_below = folder is not None and subject and Path(os.path.abspath(name)).is_relative_to(os.path.abspath(folder))
     return f"{subject}{system.strerror}" if is_below else None
 

@@ -72,8 +72,8 @@ class Option:
 def option(default: Any, help: str, **settings: Any) -> Any:
     """Declare a setting of a part: `gamma: float = option(0.2, "weight of the new estimate")` in the class's body.
 
-    The annotation is its type: int, float, str or bool (a switch), with `| None` if the value may be missing. The
-    arguments are those of `Option`.
+    The annotation is its type: int, float, str or bool (a switch, with a `--no-` flag if its default is `Derived`),
+    with `| None` if the value may be missing. The arguments are those of `Option`.
     """
     return Option(default, help, **settings)
 

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from open_clip_ext.normalizers import prototypes
+from open_clip_ext.normalizers import sharded_prototypes as sharded
+
 ROOT = Path(__file__).parents[1]
 SMALL = {
     "loss": "--losses fastclip-v3 neuclip queue amorlip drrho-clip --batch-sizes 16 --dims 8 -m 8 "
     "--dtypes float32 bfloat16",
-    "network": "--batch-sizes 8 -m 16 --dim 4 --updates 2 --also bfloat16",
+    "network": "--batch-sizes 8 -m 16 --dim 4 --updates 2 --also graph bfloat16",
     "operations": "--batch-sizes 8 --processes 1 8 --dim 4 -m 16 --num-samples 100 --losses clip fastclip-v3 neuclip",
     "parity": "--losses fastclip-v3 neuclip --batch-size 8 --dim 8 -m 16 --num-samples 50 --steps 2",
     "precision": "--batch-size 8 -m 16 --dim 4 --taus 0.07 0.01",
@@ -63,8 +66,8 @@ def test_a_benchmark_runs(name, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "batch, name, operations, megabytes",
     [
-        (512, "fastclip-v3", 250, 50), (512, "neuclip", 700, 220),
-        (4096, "fastclip-v3", 400, 600), (4096, "neuclip", 2400, 600),
+        (512, "fastclip-v3", 250, 50), (512, "neuclip", 720, 90),
+        (4096, "fastclip-v3", 400, 600), (4096, "neuclip", 1200, 720),
     ],
 )  # fmt: skip
 def test_a_step_on_eight_gpus_asks_for_no_more(batch, name, operations, megabytes):
@@ -101,12 +104,28 @@ def test_startup(tmp_path):
     assert ["Counting samples" in result["progress"] for result in results] == [True, False, False, False, True, False]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "processes, batch, dim, m, faster",
+    [(2, 128, 512, 4096, True), (2, 64, 512, 1024, False), (8, 16, 512, 2000, True), (8, 16, 512, 1500, False)],
+)
+def test_prototypes_are_split_where_a_step_is_counted_to_be_faster(processes, batch, dim, m, faster, monkeypatch):
+    """At small batches, where what is counted of the prototypes decides."""
+    from operations import at
+
+    monkeypatch.setattr(prototypes, "is_split_faster", lambda *given: True)
+    split, whole = at(processes, batch, dim, m, 1_000_000, ["neuclip", "neuclip, not split"])
+    saved = 1e9 * (whole["GB"] - split["GB"]) / sharded.MEMORY
+    assert (saved > 13 * sharded.COLLECTIVE) == sharded.is_split_faster(processes, m, dim, updates=10) == faster
+
+
 GPU_PARTS = {  # and what the figures of each look like
     "parity": r"^ *fastclip-v3 .*e[-+]",
     "steps": r"^ *neuclip .*\d\.\d\d",
     "memory": r"^ViT-shapes-tiny +4 +neuclip .*\d\.\d\d",
     "loss": r"^ *queue .*\d\.\d\d",
     "network": r"^ *16 .*\d\.\d\d",
+    "graph": r"^ *16 .* equal .*\n(.*\n)*neuclip, graph .*\d\.\d\d",
     "processes": r"gloo, neuclip --npn-split:\n.* 8/8 loss \d",
     "icons": r"batch 16, fastclip-v3 --rho 6.5:\n.*Eval Epoch: 1 .*\d\.\d\d",
     "rows": r"^ *10,000 .*\d\.\d\d",

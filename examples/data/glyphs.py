@@ -6,6 +6,7 @@
 
 Names are compositional ("latin small letter o with circumflex and acute, serif bold"). A character is held out with all
 its pictures, so that retrieval asks for unseen combinations of seen words; a training character has several pictures.
+With `--characters N` faces are held out instead, and a caption is the name alone, as of all pictures of the character.
 The same fonts, Pillow and seed give the same bytes; the last line printed is a checksum of keys, captions and pictures.
 """
 
@@ -45,8 +46,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--fonts", nargs="+", required=True, metavar="DIR", help="folders with .ttf and .otf files")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the shards, created if missing")
     parser.add_argument("--num-samples", type=positive, metavar="N", help="training samples (default: all)")
-    parser.add_argument("--held-out", type=positive, default=NUM_VAL, metavar="N",
-                        help=f"characters each for val and test (default: {NUM_VAL})")
+    split_by = parser.add_mutually_exclusive_group()
+    split_by.add_argument("--held-out", type=positive, default=NUM_VAL, metavar="N",
+                          help=f"characters each for val and test (default: {NUM_VAL})")
+    split_by.add_argument("--characters", type=positive, metavar="N",
+                          help="only the N with the most pictures, all of them in train, val and test")
     parser.add_argument("--samples-per-shard", type=positive, default=10_000, metavar="K", help="(default: 10000)")
     parser.add_argument("--seed", type=int, default=0, help="of the split (default: 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace the shards that DIR already holds")
@@ -55,7 +59,10 @@ def main(argv: list[str] | None = None) -> None:
         try:
             folder = check_out(args.out, args.overwrite)
             glyphs, left_out = collect_glyphs(font_files(args.fonts), spool, args.seed)
-            splits = split_glyphs(glyphs, args.held_out, args.seed)
+            if args.characters:
+                splits = split_faces(glyphs, args.characters, args.seed)
+            else:
+                splits = split_glyphs(glyphs, args.held_out, args.seed)
             if (args.num_samples or 1) > len(splits["train"]):
                 raise ValueError(f"argument --num-samples: {args.num_samples} of {len(splits['train'])} glyphs")
         except ValueError as error:
@@ -149,11 +156,7 @@ def split_glyphs(glyphs: list[Icon], held_out: int, seed: int) -> dict[str, list
     another (latin and greek capital a), reduced as by `reduced`, is in no gallery. Of equal pictures training has the
     first by rank. All lists are sorted by rank, which is random.
     """
-    ranked = sorted(glyphs, key=lambda glyph: (glyph.rank, glyph.key))
-    looks: dict[bytes, set[str]] = defaultdict(set)
-    for glyph in ranked:
-        looks[glyph.look].add(glyph.name)
-    alike = {name for names in looks.values() if len(names) > 1 for name in names}
+    ranked, alike = by_rank(glyphs), alike_characters(glyphs)
     first = {glyph.name: glyph for glyph in reversed(ranked)}
     words = {name: set(name_of(ord(name)).split()) for name in first}
     left = Counter(word for some in words.values() for word in some)  # characters not held out
@@ -171,6 +174,41 @@ def split_glyphs(glyphs: list[Icon], held_out: int, seed: int) -> dict[str, list
     gone = set(chosen)
     different = {glyph.picture: glyph for glyph in reversed(ranked) if glyph.name not in gone}
     return {"train": list(different.values())[::-1], "val": val, "test": test}
+
+
+def split_faces(glyphs: list[Icon], characters: int, seed: int) -> dict[str, list[Icon]]:
+    """Split by face: each gallery has one picture of each character, and training the others; captions are the names.
+
+    A character's pictures differ, reduced as by `reduced`, and it looks like no other in any face. The characters are
+    those with the most pictures. All lists are sorted by rank.
+    """
+    alike = alike_characters(glyphs)
+    pictures: dict[str, dict[bytes, Icon]] = defaultdict(dict)
+    for glyph in by_rank(glyphs):
+        if glyph.name not in alike:
+            pictures[glyph.name].setdefault(glyph.look, glyph._replace(caption=name_of(ord(glyph.name))))
+    several = [name for name, some in pictures.items() if len(some) > 2]
+    if characters > len(several):
+        raise ValueError(f"argument --characters: {characters} of {len(several)} with at least 3 pictures")
+    several.sort(key=lambda name: (-len(pictures[name]), number_of(seed, f"character {ord(name):05x}")))
+    splits: dict[str, list[Icon]] = {"train": [], "val": [], "test": []}
+    for name in several[:characters]:
+        val, test, *train = pictures[name].values()
+        for split, some in (("train", train), ("val", [val]), ("test", [test])):
+            splits[split] += some
+    return {split: by_rank(some) for split, some in splits.items()}
+
+
+def by_rank(glyphs: list[Icon]) -> list[Icon]:
+    return sorted(glyphs, key=lambda glyph: (glyph.rank, glyph.key))
+
+
+def alike_characters(glyphs: list[Icon]) -> set[str]:
+    """The characters that in any face look like another, reduced as by `reduced`."""
+    looks: dict[bytes, set[str]] = defaultdict(set)
+    for glyph in glyphs:
+        looks[glyph.look].add(glyph.name)
+    return {name for names in looks.values() if len(names) > 1 for name in names}
 
 
 def written(glyphs: list[Icon], spool: BinaryIO) -> Iterator[Sample]:

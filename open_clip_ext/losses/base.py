@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.distributed import world_size
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, lost_another_process
 from open_clip_ext.kernels.autograd import scale_gradient
 from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.losses.accumulation import FirstCall, Inputs
@@ -88,6 +88,7 @@ class Loss(LossState):
         self._is_float16 = False
         self._non_finite, self._input_errors = FirstSteps(), FirstSteps()
         self._rows_of_step: Tensor | None = None  # `index` of the first of accum_freq calls
+        self._local_pairs: int | None = None  # of the latest call
         self._first_call: FirstCall | None = None  # of accum_freq, until the last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -210,9 +211,13 @@ class Loss(LossState):
             inputs: Inputs = {"image": image, "text": text, "logit_scale": scale, "index": index, **more}
             try:
                 value = self._value(inputs, update_state, shares)
-            except BaseException:
+            except BaseException as error:
                 if trains:  # A caller who tries again begins this step again, with its checks; a state may have moved.
                     self._calls, self.steps = 0, self.steps - 1
+                if isinstance(error, RuntimeError) and lost_another_process(error):
+                    raise RuntimeError(
+                        f"{error}\nAnother process has ended; one without an error had fewer batches: give each as many"
+                    ) from None
                 raise
         return {"contrastive_loss": value} if output_dict else value
 
@@ -290,8 +295,8 @@ class Loss(LossState):
     def _check(self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None) -> None:
         check_features(image_features=image_features, text_features=text_features)
         may_wait = self.validate or self.steps == 0
-        if may_wait:
-            check_equal_batches(image_features)
+        check_equal_batches(image_features, None if may_wait else self._local_pairs)
+        self._local_pairs = image_features.shape[0]
         pairs = image_features.shape[0] * world_size()
         least = 2 if self.needs_negatives else 1
         if pairs < least:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from open_clip_ext.distributed import all_gather
+from open_clip_ext.distributed import all_gather, rank, values_where_changed, world_size
 
 FEATURES = ("image_features", "text_features", "dist_image_features", "dist_text_features")
 NOT_UNIT_VECTORS = tuple(f"{name} must be unit vectors; normalize them along dim 1" for name in FEATURES)
@@ -67,9 +67,23 @@ def check_int64(name: str, values: Any, batch: int) -> None:
         raise ValueError(f"{name} must be int64 of shape ({batch},); got {values.dtype} of {tuple(values.shape)}")
 
 
-def check_equal_batches(features: Tensor) -> None:
-    """Raise ValueError if processes have different batch sizes: gathering would abort (gloo) or hang (nccl)."""
-    sizes = all_gather(torch.tensor([features.shape[0]], device=features.device)).tolist()
+def check_equal_batches(features: Tensor, before: int | None) -> None:
+    """Raise ValueError if processes have different batch sizes: gathering would abort (gloo) or hang (nccl).
+
+    Args:
+        before: the size of all processes in the step before, if known; then nothing is sent unless it has changed.
+    """
+    size = len(features)
+    if before is None:
+        sizes = all_gather(torch.tensor([size], device=features.device)).tolist()
+    elif size == before or world_size() == 1:
+        return
+    else:
+        changed = f"image_features: process {rank()} has a batch of {size} pairs after {before}"
+        try:
+            sizes = values_where_changed("batch", size, f"{changed}, unlike process {{}}; give each as many")
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
     if len(set(sizes)) > 1:
         raise ValueError(f"image_features: the processes have batches of {sizes} pairs; give each as many")
 

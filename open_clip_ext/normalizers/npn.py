@@ -84,7 +84,7 @@ class NPN(Normalizer):
     )
     npn_objective: str = option("unified", "what the network minimizes", choices=tuple(NETWORK_OBJECTIVES))
     npn_joint: bool = option(
-        False, "train encoders and network together, one step each, without restarts (Algorithm 3)", in_state=True
+        False, "one step for encoders and network together, without restarts (Algorithm 3)", in_state=True
     )
 
     def __init__(self, **options: Any):
@@ -187,23 +187,24 @@ class NPN(Normalizer):
             for gradient in self.network.gradients.values():
                 gradient.zero_()
         elif self.updates > 0:
-            self._train(batch.or_zeros())
+            self.objective_before = self._train(batch.or_zeros())
         self.steps += 1
 
-    def _train(self, batch: Batch) -> None:
+    def _train(self, batch: Batch) -> Tensor:
+        """Make the updates of a step; return the objective before them, 0-d."""
         set_gradient = self._gradient_setter(batch)
         guarded = self.optimizer_name == "adagrad" and self.updates > 1
         before = [parameter.clone() for parameter in self.network.named.values()] if guarded else []
         for update in range(self.updates):
             alpha = set_gradient()
             if update == 0:
-                self.objective_before = self._objective_of(batch.all_log_batch, alpha)
+                objective_before = self._objective_of(batch.all_log_batch, alpha)
             if not self.npn_joint:
                 self.network.step()
         if guarded:
-            assert self.objective_before is not None
             after = self._objective_of(batch.all_log_batch, alpha)
-            self._undo_if(after > self.objective_before + self.npn_max_rise, before)
+            self._undo_if(after > objective_before + self.npn_max_rise, before)
+        return objective_before
 
     def _objective_of(self, log_batch: Tensor, alpha: Tensor) -> Tensor:
         """The network's objective over both directions, 0-d."""

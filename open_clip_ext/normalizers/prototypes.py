@@ -24,12 +24,13 @@ Readings fixed here, where the paper is silent:
   none does. Its updates move it away from the sample, so that this is no more than an approximation; it is nearer to
   the log-normalizers without the false negatives than all prototypes together are (`docs/evidence/flags.md`).
 - `npn_split` shards the prototypes over the processes (`sharded_prototypes`); the result is the same to float32
-  accuracy.
+  accuracy. By default they are sharded on GPUs where that is faster (`is_split_faster`), which a state does not show.
 
 Shapes: m = prototypes per direction, k <= m of them active, d = embedding dimension, B = global batch.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -42,8 +43,9 @@ from open_clip_ext.kernels.log_sum import Keys, log_sum, number_of_equals
 from open_clip_ext.kernels.prototype_gradient import PrototypeGradient
 from open_clip_ext.normalizers.npn import NPN
 from open_clip_ext.normalizers.ring import EmbeddingRing, RingNormalizer
-from open_clip_ext.normalizers.sharded_prototypes import ShardedLogSum
-from open_clip_ext.options import AT_LEAST_1, option
+from open_clip_ext.normalizers.sharded_prototypes import ShardedLogSum, is_split_faster
+from open_clip_ext.normalizers.update_graph import UpdateGraph
+from open_clip_ext.options import AT_LEAST_1, Derived, option, refuse_unused
 from open_clip_ext.side_model import MOMENTS, SideModel
 
 
@@ -59,8 +61,17 @@ class Prototypes(RingNormalizer, NPN):
     npn_prototypes: int = option(
         4096, "m, prototypes of the normalizer-prediction network per direction", in_state=True, **AT_LEAST_1
     )
-    npn_split: bool = option(False, "shard the prototypes over the processes instead of keeping all on each")
+    npn_split: bool | None = option(Derived("on GPUs where it is faster"), "shard the prototypes over the processes")
+    npn_graph: bool = option(False, "launch a step's updates as one CUDA graph: faster, takes more memory")
     keys: Tensor | None  # of the samples that they were drawn from, (m,) int64; None while batches have none
+
+    @classmethod
+    def complete(cls, settings: dict, epochs: int | None, explicit: Collection[str]) -> None:
+        super().complete(settings, epochs, explicit)
+        if settings["npn_opt"] != "adagrad" or settings["npn_joint"]:
+            refuse_unused(explicit, ["npn_graph"], "without updates by AdaGrad")
+        if settings["npn_split"]:
+            refuse_unused(explicit, ["npn_graph"], "with npn_split")
 
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
         parts = processes if self.npn_split else 1
@@ -71,10 +82,19 @@ class Prototypes(RingNormalizer, NPN):
 
     def _make(self, dimension: int, device: torch.device, dtype: torch.dtype, **training: Any) -> SideModel:
         self.check_memory(dimension, device, world_size())
-        self.split = self.npn_split and world_size() > 1
+        self.split = self._splits(dimension, device) and world_size() > 1
         self.ring = EmbeddingRing(self.capacity, dimension, device, dtype, self.split)
         self.register_buffer("keys", None, persistent=False)
+        self.update_graph = UpdateGraph() if self.npn_graph else None
         return SideModel({"weight": torch.zeros_like(self.ring.rows)}, **training)
+
+    def _splits(self, dimension: int, device: torch.device) -> bool:
+        if self.npn_split is not None or self.npn_graph or device.type == "cpu":
+            return bool(self.npn_split)
+        splits = is_split_faster(world_size(), self.capacity, dimension, self.updates)
+        if splits and rank() == 0:
+            logging.info("npn_split: on, as by default where that is faster: each process has a part of the prototypes")
+        return splits
 
     @property
     def weight(self) -> Tensor:
@@ -106,6 +126,11 @@ class Prototypes(RingNormalizer, NPN):
     def _is_exact_for(self, batch: Batch) -> bool:
         # With keys an anchor's own pair does not count, and all other prototypes are the rest of the batch.
         return batch.keys is not None and self.active == batch.size
+
+    def _train(self, batch: Batch) -> Tensor:
+        if self.update_graph is None or self.active < self.capacity:
+            return super()._train(batch)
+        return self.update_graph.run(super()._train, batch, self.network, self.surrogate, self.keys)
 
     def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
         step = PrototypeGradient(

@@ -116,17 +116,17 @@ def test_the_smaller_grids_tables_follow_from_the_results(evidence):
         assert f"{value:.1f} ± {half:.1f}" in told.partition("eight fresh seeds")[2], other
     runs = report.by_method(results, declared, "isolation")
     value, half, seeds = report.paired(runs["queue, tau 0.03"], runs["control, tau 0.03"])
-    for name in ("README.md", "docs/results.md"):
-        assert seeds == 5 and f"{value:.1f} ± {half:.1f}" in (ROOT / name).read_text()
+    assert seeds == 5 and f"{value:.1f} ± {half:.1f}" in (ROOT / "docs/results.md").read_text()
     runs, clip, clip128 = report.by_method(results, declared, "rules"), "clip, seeded order", "clip, 128 by rule"
     names = ("evidence/small", "results", "neighbours")
     pages = {name: " ".join((ROOT / f"docs/{name}.md").read_text().split()) for name in names}
+    pages["readme"] = " ".join((ROOT / "README.md").read_text().split())
     for ours, theirs, names in (
-        ("queue", clip, ("evidence/small", "results")),
+        ("queue", clip, ("evidence/small", "results", "readme")),
         ("queue, consistency", clip, ("evidence/small",)),
-        ("neuclip, mixing", clip, ("evidence/small", "results")),
-        ("queue, 128 by rule", clip128, ("evidence/small", "results")),
-        ("neuclip, 128 by rule", clip128, ("evidence/small", "results")),
+        ("neuclip, mixing", clip, ("evidence/small", "results", "readme")),
+        ("queue, 128 by rule", clip128, ("evidence/small", "results", "readme")),
+        ("neuclip, 128 by rule", clip128, ("evidence/small", "results", "readme")),
         (clip128, clip, ("evidence/small",)),
         ("queue, 128 by rule", "queue", ("evidence/small",)),
         ("neuclip, 128 by rule", "neuclip, mixing", ("evidence/small",)),
@@ -162,7 +162,7 @@ def later(evidence, name: str) -> tuple:
     return declared, results, report, (ROOT / f"docs/evidence/{name}.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["components", "glyphs"])
+@pytest.mark.parametrize("name", ["components", "glyphs", "positives"])
 def test_the_later_grids_tables_follow_from_the_results(evidence, name):
     declared, results, report, page = later(evidence, name)
     rows = list(results.values())
@@ -174,6 +174,14 @@ def test_the_later_grids_tables_follow_from_the_results(evidence, name):
     assert all(told in tables for told in re.findall(r"\d+\.\d ± \d+\.\d", sentences))
     hours = sum(one["cpu_seconds"] for one in rows) / 3600
     assert f"{len(rows)} of {len(declared.runs)} declared runs ran, in {hours:.1f} hours" in " ".join(page.split())
+
+
+def test_the_page_of_neighbours_on_several_positives_follows_from_the_results(evidence):
+    declared, results, report, _ = later(evidence, "positives")
+    tables = report.declared(declared, list(results.values()))
+    told = (ROOT / "docs/neighbours.md").read_text().partition("## Several positives")[2].partition("\n## ")[0]
+    differences = re.findall(r"-\d\.\d ± \d\.\d", told)
+    assert len(differences) == 2 and all(one in tables for one in differences)
 
 
 def test_what_the_page_of_components_says_beside_its_tables(evidence):

@@ -52,6 +52,28 @@ def test_pairs_splits_and_checksum(fonts, tmp_path, capsys, monkeypatch):
     assert len([key for key in letters if "Sans" in key]) == 1 and set(letters) <= train.keys()
 
 
+def test_faces_are_held_out_and_pictures_of_a_character_share_its_caption(fonts, tmp_path, capsys, monkeypatch):
+    usual = glyphs.name_of
+    monkeypatch.setattr(glyphs, "name_of", lambda code: usual(code) if code < 0x180 or code in (0x391, 0x410) else "")
+    more = tmp_path / "more"
+    more.mkdir()
+    for name in ("DejaVuSans.ttf", "DejaVuSansMono.ttf"):
+        (more / name).symlink_to(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / name)
+    arguments = f"--fonts {fonts} {more} --out {tmp_path / 'out'} --characters"
+    glyphs.main([*arguments.split(), "50"])
+    train, val, test = (pairs(tmp_path / "out" / f"{split}-000000.tar") for split in ("train", "val", "test"))
+    captions = {caption for _, caption in train.values()}
+    for gallery in (val, test):
+        assert len(gallery) == 50 and {caption for _, caption in gallery.values()} == captions
+    everything = train | val | test
+    assert len(everything) == len(train) + 100 == len({reduced(picture) for picture, _ in everything.values()})
+    assert all(caption == usual(int(key[:5], 16)) for key, (_, caption) in everything.items())
+    assert not {key[:5] for key in everything} & {"00041", "00391", "00410"}  # alike in the sans
+    with pytest.raises(SystemExit, match="2"):
+        glyphs.main([*arguments.split(), "5000", "--overwrite"])
+    assert "error: argument --characters: 5000 of " in capsys.readouterr().err
+
+
 def test_what_are_no_fonts_ends_in_one_line(fonts, tmp_path, capsys):
     (tmp_path / "broken.ttf").write_bytes(b"no font")
     for given, message in ((tmp_path / "none", "no .ttf or .otf file in"), (tmp_path, "broken.ttf' cannot be read")):

@@ -8,6 +8,7 @@ several batches that differ by float32's rounding, and allows several processes 
 
 import os
 import re
+from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -19,7 +20,7 @@ from numerics import unit
 from open_clip.loss import ClipLoss
 from ports import free_ports
 
-from open_clip_ext import create_loss, row_files
+from open_clip_ext import create_loss, distributed, row_files
 from open_clip_ext.distributed import GATHER
 from open_clip_ext.kernels import prototype_gradient, streaming
 from open_clip_ext.row_state import ShardedRows
@@ -296,6 +297,17 @@ def check_unequal_batches(rank, world):
     if world > 1:
         with pytest.raises(ValueError, match=f"batches of {re.escape(str([4 + r for r in range(world)]))} pairs"):
             create_loss("queue", epochs=1)(image, text, torch.tensor(10.0))
+        loss, tau = create_loss("fastclip-v1", num_samples=ROWS, epochs=1), torch.tensor(10.0)
+        loss.set_epoch(0)
+        for pairs in (4, 3):  # of all processes
+            loss(image[:pairs], text[:pairs], tau, index=torch.arange(pairs))
+        soon = timedelta(seconds=0.3)
+        if rank == 1:  # the others would wait for it
+            with patch.multiple(distributed, SOON=soon, AT_LAST=soon), pytest.raises(
+                ValueError, match="process 1 has a batch of 2 pairs after 3, unlike process 0"
+            ):
+                loss(image[:2], text[:2], tau, index=torch.arange(2))
+        dist.barrier()  # process 0 keeps the store
 
 
 def process(rank, world, port, folder):
@@ -312,9 +324,9 @@ def process(rank, world, port, folder):
             check_table(rank, world)
         check_early(early, rank, world)
         check_what_is_sent(rank, world)
-        check_unequal_batches(rank, world)
         with patch.object(ShardedRows, "DTYPE", torch.float64):
             torch.save(results_of(rank, world, alone), f"{folder}/{rank}.pt")
+        check_unequal_batches(rank, world)
     finally:
         dist.destroy_process_group()
 

@@ -17,6 +17,7 @@ from open_clip_ext.equations import (
     unicl_shift,
 )
 from open_clip_ext.kernels import streaming
+from open_clip_ext.normalizers import Prototypes, prototypes
 
 
 class Reference:
@@ -252,3 +253,24 @@ def test_a_restart_takes_the_other_side_and_keeps_the_optimizers_state_unless_to
                 still(e1, e2, torch.tensor(10.0))
                 assert torch.equal(still.full_state()["state.weight"], torch.stack([e2[-3:], e1[-3:]]))
         assert loss.full_state()["state.adagrad:weight:step"] == steps
+
+
+@pytest.mark.parametrize(
+    "processes, device, m, settings, splits",
+    [
+        (8, "meta", 4096, {}, True), (2, "meta", 4096, {}, True), (1, "meta", 4096, {}, False),
+        (8, "cpu", 4096, {}, False), (8, "meta", 512, {}, False), (8, "meta", 4096, {"npn_updates": 0}, False),
+        (8, "meta", 4096, {"npn_graph": True}, False), (8, "meta", 4096, {"npn_split": False}, False),
+        (8, "cpu", 512, {"npn_split": True}, True),
+    ],
+)  # fmt: skip
+def test_on_several_gpus_prototypes_are_split_where_that_is_faster(
+    processes, device, m, settings, splits, monkeypatch, caplog
+):
+    monkeypatch.setattr(prototypes, "world_size", lambda: processes)
+    caplog.set_level("INFO")
+    normalizer = Prototypes(npn_prototypes=m, **settings)
+    normalizer.materialize(512, torch.device(device), torch.float32)
+    assert normalizer.split == splits
+    by_itself = splits and "npn_split" not in settings
+    assert [record.message[:14] for record in caplog.records] == ["npn_split: on,"] * by_itself

@@ -158,6 +158,14 @@ def pair():
     pair.close()
 
 
+@pytest.fixture(scope="session")
+def three():
+    """As `pair`, of three processes."""
+    three = Pair(3)
+    yield three
+    three.close()
+
+
 @pytest.fixture
 def ends(tmp_path, capsys):
     """ends(arguments, main) -> the one line of the error with which a command ends."""

@@ -1,4 +1,4 @@
-"""Two processes that train together, started once for all tests: they take longer to import than to train."""
+"""Processes that train together, started once for all tests: they take longer to import than to train."""
 
 import contextlib
 import gc
@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -23,7 +24,7 @@ class Ended:
     stderr: str
 
 
-def serve(rank: int, pipe) -> None:
+def serve(rank: int, processes: int, pipe) -> None:
     import torch
     import torch.distributed as dist
     from conftest import run_main
@@ -32,7 +33,7 @@ def serve(rank: int, pipe) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     multiprocessing.set_start_method("fork", force=True)  # of loaders' workers, as in a process started by torchrun
     # NCCL refuses two processes of one host on one GPU.
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE="2", NCCL_HOSTID=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(processes), NCCL_HOSTID=str(rank))
     while (job := pipe.recv()) is not None:
         module, arguments, folder, local_rank, port, patches = job
         os.environ.update(MASTER_PORT=str(port), LOCAL_RANK=str(local_rank))
@@ -56,20 +57,22 @@ class Pair:
     """pair(arguments, folder) -> what each of the two processes left; `arguments` one command line, or one for each.
 
     Args:
+        number: of the processes, if not two.
         module: whose `main` it is.
-        local_ranks: of the two; both 0 on two machines.
-        patches: values by the name that they replace in both.
+        local_ranks: of the processes; all 0 on as many machines.
+        patches: values by the name that they replace in all.
     """
 
-    def __init__(self):
+    def __init__(self, number: int = 2):
+        self.number = number
         self.pipes, self.processes = [], []
 
     def start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        for rank in range(2):
+        for rank in range(self.number):
             ours, theirs = context.Pipe()
             self.pipes.append(ours)
-            self.processes.append(context.Process(target=serve, args=(rank, theirs)))
+            self.processes.append(context.Process(target=serve, args=(rank, self.number, theirs)))
             self.processes[-1].start()
 
     def __call__(
@@ -77,27 +80,27 @@ class Pair:
         arguments: str | list[str],
         folder: Path,
         module: str = "open_clip_ext.main",
-        local_ranks: tuple[int, int] = (0, 1),
+        local_ranks: Sequence[int] | None = None,
         **patches: object,
     ) -> list[Ended]:
         if not self.processes:
             self.start()
-        both = [arguments] * 2 if isinstance(arguments, str) else arguments
+        each = [arguments] * self.number if isinstance(arguments, str) else arguments
         port = free_ports()
-        for pipe, own, local_rank in zip(self.pipes, both, local_ranks, strict=True):
+        for pipe, own, local_rank in zip(self.pipes, each, local_ranks or range(self.number), strict=True):
             pipe.send((module, own, str(folder), local_rank, port, patches))
         ended: dict[Connection, Ended] = {}
-        while len(ended) < 2:
+        while len(ended) < self.number:
             # A process whose other has failed may wait for it: not for longer than this.
             ready = wait([pipe for pipe in self.pipes if pipe not in ended], timeout=120 if ended else 600)
             if not ready:
                 self.close()
-                raise AssertionError(f"a process hangs; the other: {[*ended.values()]}")
+                raise AssertionError(f"a process hangs; of the others: {[*ended.values()]}")
             ended |= {pipe: pipe.recv() for pipe in ready}
-        both = [ended[pipe] for pipe in self.pipes]
-        if any(process.code not in (0, 130, 143) for process in both):
+        in_order = [ended[pipe] for pipe in self.pipes]
+        if any(process.code not in (0, 130, 143) for process in in_order):
             self.close()  # threads of a group that has failed may abort later
-        return both
+        return in_order
 
     def close(self) -> None:
         for process in self.processes:

@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 
 from training_ext.components.advice import advise, advise_on_captions
-from training_ext.data.captions import SeenCaptions, see
-from training_ext.data.loss import build_loss
+from training_ext.core.loss import build_loss
+from training_ext.data.seen_captions import SeenCaptions, see
 from training_ext.flags.params import parse_args
 from training_ext.openclip.hosts import starts_from_weights
 

@@ -25,16 +25,16 @@ from stop import StopAt
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
-from training_ext.components.bad_samples import BadSamples, usable
+from training_ext.components.bad_samples import BadSamples, columns, usable
 from training_ext.components.bad_samples import component as skips
 from training_ext.core import hosts
 from training_ext.core.epoch import Epoch
 from training_ext.core.rows import RowLoader
 from training_ext.core.training import Training
-from training_ext.data.first_look import look_at_lines, look_at_shards
-from training_ext.data.keys import read_table
-from training_ext.data.rows import read_csv
+from training_ext.data.csv_rows import look_at_lines, read_csv
+from training_ext.data.first_look import look_at_shards
 from training_ext.data.shard_rows import rows_of_shards
+from training_ext.data.tables import read_table
 from training_ext.scoring.pairs import CsvPairs, PairShards
 from training_ext.tools.pairs.sources import find_sources
 
@@ -224,7 +224,7 @@ def test_counts_reach_tensorboard_and_wandb(monkeypatch):
 
     def train():
         counts.use()
-        counts.skip(usable.NO_CAPTION, "a sample", "no caption")
+        counts.skip(columns.NO_CAPTION, "a sample", "no caption")
 
     count_epoch(counts, train, 2, writer, num_batches=8)
     assert scalars["data/used", 12] == scalars["data/no_caption", 12] == 1 and scalars["data/lost", 12] == 0
@@ -235,12 +235,12 @@ def test_counts_reach_tensorboard_and_wandb(monkeypatch):
 def test_a_resumed_epoch_is_judged_by_its_whole_length(monkeypatch):
     """One bad sample of 49 is less than 5 %, though only the last batch of 8 was counted."""
     counts = counter(0.05, 1)
-    counts.expect(48, 0)
+    counts.set_sizes(48, 0)
 
     def train():
         for _ in range(8):
             counts.use()
-        counts.skip(usable.UNREADABLE, "a sample", "not an image")
+        counts.skip(columns.UNREADABLE, "a sample", "not an image")
 
     count_epoch(counts, train, 0, num_batches=6, first=5)
     with pytest.raises(InputError, match="more than 0.05 of the train data"):
@@ -260,12 +260,12 @@ def test_a_run_that_resumes_near_the_end_of_an_epoch_has_no_more_bad_samples(run
 def test_a_shard_counts_once_however_often_it_is_read(tmp_path):
     """As resampled shards are, by any worker of any process."""
     counts = counter(0.25)
-    counts.of_shards({str(number): number for number in range(4)})
+    counts.set_sizes(0, 0, [str(number) for number in range(4)])
     for _ in range(5):
         counts.skip_shard("2", OSError("not there"), 0, 7)
-    found = counts.counts()
-    assert (found[skips.MISSING], found[skips.DAMAGED], found[skips.LOST]) == (1, 0, 7)
-    assert skips._with_shards(found, {2: skips.MISSING, 3: skips.DAMAGED})[-2:] == [1, 1]
+    found = counts.totals()
+    assert (found[columns.MISSING], found[columns.DAMAGED], found[columns.LOST]) == (1, 0, 7)
+    assert columns.with_shards(found, {2: columns.MISSING, 3: columns.DAMAGED})[-2:] == [1, 1]
     with pytest.raises(InputError, match="more than 0.25 of the train data"):
         counts.skip_shard("3", ValueError("damaged"), 0, None)
 
@@ -466,8 +466,8 @@ def test_what_loader_workers_get_can_be_pickled(tmp_path):
     tar(tmp_path / "0.tar", [("0.txt", b"a"), ("1.jpg", b"b"), ("1.txt", b"c")])
     decode, complete, shard_rows = stages
     assert not list(decode(filter(complete, shard_rows([{"url": str(tmp_path / "0.tar")}]))))
-    own = complete.watch.counts()
-    assert (own[usable.NO_IMAGE], own[usable.UNREADABLE]) == (1, 1)
+    own = complete.counts.totals()
+    assert (own[columns.NO_IMAGE], own[columns.UNREADABLE]) == (1, 1)
 
 
 @WORKERS
@@ -496,7 +496,7 @@ ENDS = pytest.mark.parametrize(
 @ENDS
 def test_shards_without_a_pair_that_nobody_could_see(ended, shards, monkeypatch, loss, workers, resampled):
     """As the look at the first samples sees nothing of remote shards."""
-    monkeypatch.setattr("training_ext.data.rows.look_at_shards", lambda urls, *fields: None)
+    monkeypatch.setattr("training_ext.data.counting.look_at_shards", lambda urls, *fields: None)
     monkeypatch.setattr(skips, "SAMPLES_IN_A_ROW", 500)
     data = shards(lambda row, name, content: (name, b"nothing" if ".png" in name else content))
     line, log = ended(f"--epochs 1 --workers {workers} {LOSSES[loss]} {data} {resampled}")
@@ -568,9 +568,9 @@ def test_one_process_with_all_bad_samples_ends_by_the_share_over_all():
     counts.training = Training([counts], None)
     counts.data_built({"train": SimpleNamespace(dataloader=SimpleNamespace(num_batches=4))})
     for _ in range(7):
-        counts.skip(usable.UNREADABLE, "a sample", "not an image")
+        counts.skip(columns.UNREADABLE, "a sample", "not an image")
     with pytest.raises(InputError, match="--max-bad-samples: more than 0.1 of the train data"):
-        counts.skip(usable.UNREADABLE, "a sample", "not an image")
+        counts.skip(columns.UNREADABLE, "a sample", "not an image")
 
 
 @pytest.mark.slow

@@ -14,12 +14,13 @@ import torch
 from conftest import LOSSES
 from open_clip import get_tokenizer
 from open_clip_train import data as open_clip_data
-from open_clip_train.data import SharedEpoch
 
 from open_clip_ext.data import Scenes
 from training_ext.core import hosts
 from training_ext.data.captions import JsonCaptions, Pictures, draw_from_lines, drawn
-from training_ext.data.keys import keys_of_captions, read_table
+from training_ext.data.sample_keys import keys_of_captions
+from training_ext.data.seeding import SharedEpoch
+from training_ext.data.tables import read_table
 
 # Keys of captions tell which ones the loss has met.
 COMMON = f"{LOSSES['fastclip-v3']} --epochs 2 --batch-size 4 --same-caption"
@@ -107,7 +108,7 @@ FIELDS = ("long", "short", "other")
 def test_fields_with_weights(weights, likely):
     """OpenCLIP 4's --json-text-key and --json-text-key-probs: each field in proportion to its weight, the first if none
     has one; among those that have a caption."""
-    epoch = SharedEpoch()
+    epoch = SharedEpoch(workers=0)
     recaption = JsonCaptions(" long; short;other", 0, epoch, weights)
 
     def count(fields, epochs=400):
@@ -183,7 +184,7 @@ def test_columns_that_are_series(tmp_path):
     table = read_table(args, tmp_path / "x.csv", sep=",")
     csv = SimpleNamespace(images=table["image"], captions=table["text"])
     assert list(csv.images) == ["b", "a", "b", "c"] and csv.images[0] == csv.images.iloc[2] == "b"
-    pictures = draw_from_lines(csv, 0, SharedEpoch())
+    pictures = draw_from_lines(csv, 0, SharedEpoch(workers=0))
     assert pictures.first.tolist() == [0, 1, 3] and len(csv.images) == len(csv.captions) == 3
     assert [csv.images.iloc[picture] for picture in range(3)] == ["b", "a", "c"]
     assert [csv.captions.iloc[picture] for picture in range(2)] == ["of b", "of a"] and pd.isna(csv.captions[2])

@@ -83,3 +83,15 @@ def test_only_tools_import_a_component():
     training = ROOT / "training_ext"
     for path in [training / "launch.py", *training.glob("[fdo]*/**/*.py")]:  # flags, data, openclip
         assert not {name for name in imports(path) if name.startswith("training_ext.components")}, path
+
+
+def test_what_a_component_does_is_not_imported_before_it_is_wanted():
+    implementations = {
+        "training_ext.scoring.scores", "training_ext.scoring.folders", "training_ext.components.lora.additions",
+        "training_ext.components.scenes.classification", "training_ext.components.recovery.recovered",
+        "training_ext.components.recovery.recovery",
+    }
+    loaded = "import sys; from training_ext.core.component import registry; registry(); print(*sys.modules)"
+    command = [sys.executable, "-c", loaded]
+    modules = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    assert "training_ext.components.lora.component" in modules and not implementations & {*modules}

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import subprocess
 import sys
 from argparse import Namespace
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
-from conftest import Experiment, ext_main, run_main
+from conftest import SHIPPED, Experiment, ext_main, run_main
 from torch.nn.functional import cross_entropy
 
 import training_ext.components
@@ -133,25 +134,29 @@ def test_it_trains_as_the_whole_path(run, full, data, loss, kind, form):
 @pytest.mark.slow
 @pytest.mark.parametrize("accum", [1, 2])
 @pytest.mark.parametrize("kind", ["csv", "shards"])
-def test_two_processes_train_as_one(pair, full, data, tmp_path, kind, accum):
-    form = f"--batch-size {ROWS // 2 // accum} --accum-freq {accum} --name two"
-    ended = pair(f"--bare --loss fastclip-v3 {data[kind]} {BY_GRADIENTS} {form}", tmp_path)
-    assert [process.code for process in ended] == [0, 0], ended
-    assert_alike(Experiment(tmp_path, "two"), full("fastclip-v3"))
+@pytest.mark.parametrize("number", [2, 3])
+def test_several_processes_train_as_one(pair, three, full, data, tmp_path, number, kind, accum):
+    form = f"--batch-size {ROWS // number // accum} --accum-freq {accum} --name several"
+    processes = {2: pair, 3: three}[number]
+    ended = processes(f"--bare --loss fastclip-v3 {data[kind]} {BY_GRADIENTS} {form}", tmp_path)
+    assert [process.code for process in ended] == [0] * number, ended
+    assert_alike(Experiment(tmp_path, "several"), full("fastclip-v3"))
 
 
 @pytest.mark.slow
-def test_other_numbers_of_processes_resume(pair, run, full, data, tmp_path):
-    """Two epochs of two processes, one of one, and one of two."""
+def test_other_numbers_of_processes_resume(pair, three, run, full, data, tmp_path):
+    """Two epochs of two processes, one of one, and one of three."""
     # Nothing that follows --epochs
     common = f"--bare --loss fastclip-v3 --gamma 0.5 --gamma-decay-epochs 2 --lr-scheduler const {data['csv']}"
-    common, half = f"{common} {BY_GRADIENTS}", f"--batch-size {ROWS // 2}"
+    common = f"{common} {BY_GRADIENTS}"
     for name, epochs, resumed in (("a", 2, ""), ("c", 4, "--resume {}/logs/b/checkpoints/epoch_3.pt")):
         if name == "c":
             last = tmp_path / "logs" / "a" / "checkpoints" / "epoch_2.pt"
             run("b", f"{common} --batch-size {ROWS} --epochs 3 --resume {last}")
-        flags = f"{common} {half} --epochs {epochs} {resumed.format(tmp_path)} --name {name}"
-        assert [process.code for process in pair(flags, tmp_path / "logs")] == [0, 0]
+        processes = pair if name == "a" else three
+        flags = f"{common} --batch-size {ROWS // processes.number} --epochs {epochs} --name {name}"
+        ended = processes(f"{flags} {resumed.format(tmp_path)}", tmp_path / "logs")
+        assert [process.code for process in ended] == [0] * processes.number
     whole = run("whole", f"{common} --batch-size {ROWS}")
     resumed = Experiment(tmp_path / "logs", "c")
     (resumed.path / "checkpoints" / "epoch_1.pt").write_bytes((whole.path / "checkpoints" / "epoch_1.pt").read_bytes())
@@ -241,6 +246,33 @@ def test_core_is_at_the_bottom():
                 assert not inside or name.startswith(own), (path, name)
 
 
+LOADED = """
+import sys
+from pathlib import Path
+from open_clip_ext.main import main
+assert main(sys.argv[1:]) == 0
+print({name: len(Path(module.__file__).read_text().splitlines()) for name, module in sys.modules.items()
+       if name.startswith("training_ext")})
+"""
+
+
+def loaded_by(flags: str, folder: Path) -> dict[str, int]:
+    """Lines of this package's modules that a run in a process of its own has loaded, by name."""
+    command = [sys.executable, "-c", LOADED, *f"{SHIPPED} {ONE_STEP} {flags} --logs {folder}".split()]
+    return ast.literal_eval(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_a_run_loads_what_it_uses(data, tmp_path):
+    lines = loaded_by(f"--bare --loss neuclip {data['csv']}", tmp_path)
+    assert sum(lines.values()) <= (1900 if hosts.installed().HAS_TASKS else 1800), lines
+    names = loaded_by(f"--loss neuclip {data['csv']}", tmp_path)
+    asked_for = ("core.added_losses", "core.checks", "data.counting", "data.sample_keys")
+    asked_for += ("flags.help", "flags.recipes", "flags.val_data", "openclip.failure_lines")
+    assert not names.keys() & {f"training_ext.{name}" for name in asked_for}
+    assert "training_ext.data.csv_rows" in names
+
+
 # Components
 
 
@@ -250,20 +282,20 @@ def test_a_components_loss_is_that_of_a_plain_computation(has_words_head, monkey
     head = kind(Namespace(words_head=0.5))
     model = open_clip.create_model("ViT-test", output_dict=True)
     head.wrap_model(model)
-    from training_ext.core.loss import ADDED, add_losses
+    from training_ext.core.added_losses import PREFIX, add_losses
 
-    assert add_losses(model.double(), [head])
+    add_losses(model.double(), [head])
     image = torch.rand(3, 3, *(2 * [model.visual.image_size[0]]), dtype=torch.float64)
     text = open_clip.get_tokenizer("ViT-test")(["a cat", "a red red dog", "b"])
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    value = model.train()(image, text)[f"{ADDED}words"]
+    value = model.train()(image, text)[f"{PREFIX}words"]
     logits = model.words_head(model.visual(image))
     losses = []
     for row, tokens in zip(logits, text, strict=True):
         words = sorted({*tokens.tolist()} - {0})
         losses.append(sum(cross_entropy(row, torch.tensor(word)) for word in words) / len(words))
     assert value.shape == (1,) and abs(value.item() - 0.5 * sum(losses).item() / 3) < 1e-12
-    assert not [name for name in model.eval()(image, text) if name.startswith(ADDED)]
+    assert not [name for name in model.eval()(image, text) if name.startswith(PREFIX)]
 
 
 @pytest.mark.parametrize("loss", ["clip", "fastclip-v3"])
@@ -436,8 +468,8 @@ def test_contracts():
     """A renamed user, a name that it no longer uses, and a parameter that is gone are seen."""
     given = dict(why="", contract="", replacement=None)
     assert Seam("training_ext.core.run", "listing", **given, used_by="training_ext.core.run:start").broken() is None
-    divided = "training_ext.core.loss:TrainingLoss.__call__"  # by way of take_added
-    assert Seam("training_ext.core.loss", "ADDED", **given, used_by=divided).broken() is None
+    divided = "training_ext.core.added_losses:WithAdded.__call__"  # by way of take_added
+    assert Seam("training_ext.core.added_losses", "PREFIX", **given, used_by=divided).broken() is None
     for path, used_by, parameters, what in (
         ("listing", "training_ext.core.run:begin", (), "there is no training_ext.core.run.begin"),
         ("listing", "training_ext.core.run:listing", (), "training_ext.core.run.listing does not use listing"),

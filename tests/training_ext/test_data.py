@@ -249,7 +249,7 @@ def test_a_resumable_loader_tells_where_every_stream_is():
     seeds, numbers = [], []
     order = SimpleNamespace(start_at=lambda start: None)
     batches = [(), batch(4, 5), batch(9, 12)]
-    loader = ResumableLoader(batches, order, 2, Tags((NUMBER,)), lambda *place: seeds.append(place))
+    loader = ResumableLoader(batches, order.start_at, 2, Tags((NUMBER,)), lambda *place: seeds.append(place))
     loader.start_at(Start(epoch=0, batches=3, of=5, samples=[8, 3]))
     for _, tokens in loader:
         assert tokens[:, :-1].tolist() == [[0, 1, 2, 3]] * 2

@@ -11,8 +11,9 @@ from PIL import Image
 
 from open_clip_ext import InputError
 from open_clip_ext.make_shards import main as make_shards
+from training_ext.data.csv_rows import read_csv
 from training_ext.data.folder_files import LEADS_NOWHERE, REPEATED, find_files
-from training_ext.data.rows import find_rows, read_csv
+from training_ext.data.rows import find_rows
 from training_ext.openclip.loading import warn_once
 from training_ext.scoring.class_folders import NO_IMAGE, ClassFolders, open_own_classes
 from training_ext.scoring.folders import FORMATS, Images

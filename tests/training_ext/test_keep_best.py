@@ -14,7 +14,7 @@ from open_clip_train import train as open_clip_train
 from open_clip_ext.data import Scenes
 from open_clip_ext.data.scenes import COLOURS
 from training_ext.components.keep_best import BEST, START
-from training_ext.components.scenes import CAPTIONS, KINDS, classify_scenes, example, kind_of
+from training_ext.components.scenes.classification import CAPTIONS, KINDS, classify_scenes, example, kind_of
 from training_ext.core import hosts
 from training_ext.core.component import Components
 from training_ext.data.metrics import SCENES, evaluated_metrics, is_better, num_items, open_clip_metrics

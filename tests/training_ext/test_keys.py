@@ -9,7 +9,7 @@ import torch
 from conftest import LOSSES
 
 from open_clip_ext.errors import InputError
-from training_ext.data.keys import JsonKey, keys_of_captions, keys_of_cells
+from training_ext.data.sample_keys import JsonKey, keys_of_captions, keys_of_cells
 
 COMMON = f"{LOSSES['fastclip-v3']} --epochs 1 --workers 0"
 

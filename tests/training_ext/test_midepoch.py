@@ -2,11 +2,13 @@
 
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +23,8 @@ from open_clip_ext.metrics_file import read_metrics
 from training_ext.components import retrieval
 from training_ext.components.exact_resume import stopping
 from training_ext.components.exact_resume.stopping import StopRequest
-from training_ext.components.exact_resume.workers import WorkersIgnoreSigterm
-from training_ext.components.recovery.recovery import UNFINISHED
+from training_ext.components.loader_workers import WorkersIgnoreSigterm
+from training_ext.components.recovery.recovered import UNFINISHED
 from training_ext.components.remote_sync import RemoteSync
 from training_ext.core.rows import RowLoader
 
@@ -160,10 +162,9 @@ def test_a_recovery_goes_on_at_its_step(run, stopped, datasets, data, workers):
         stop = StopAt(batch)
         unfinished = stopped("resumed", f"{common} --resume latest", stop).path / UNFINISHED
         assert stop.seen == batch
-    assert unfinished.exists()
+        assert unfinished.exists() == (batch < 4)  # then the training has a checkpoint
     resumed = run("resumed", f"{common} --resume latest")
     equal(resumed, whole)
-    assert not unfinished.exists()
 
 
 def test_checkpoints_of_steps(run, killed, stopped, datasets, logs):
@@ -179,6 +180,8 @@ def test_checkpoints_of_steps(run, killed, stopped, datasets, logs):
     assert {path.name for path in folder.iterdir()} == {"epoch_1.pt", "epoch_1_step_5.pt"}
     resumed = run("resumed", f"{common} --resume latest")
     equal(resumed, whole)
+    *_, last = re.findall(r"INFO \| Saved .*: (\S+\.pt)", resumed.log)
+    assert Path(last) == folder / "epoch_2.pt"
 
 
 def test_the_workers_of_an_evaluation_outlive_a_signal(logs, datasets, monkeypatch, capfd):
@@ -322,7 +325,7 @@ class Slow(IterableDataset):
 
 
 def test_workers_outlive_sigterm_while_the_run_goes_on():
-    outlive = WorkersIgnoreSigterm()
+    outlive = WorkersIgnoreSigterm(workers=2)
     others = set(multiprocessing.active_children())
     loader = DataLoader(Slow(), batch_size=None, num_workers=1, worker_init_fn=outlive, persistent_workers=True)
     batches = iter(loader)
@@ -340,7 +343,7 @@ def test_workers_outlive_sigterm_while_the_run_goes_on():
 
 def test_workers_end_with_the_run():
     """In an order that the garbage collector does not choose; it takes five seconds for each."""
-    outlive = WorkersIgnoreSigterm()
+    outlive = WorkersIgnoreSigterm(workers=2)
     others = set(multiprocessing.active_children())
     loader = DataLoader(Slow(), batch_size=None, num_workers=2, persistent_workers=True)
     outlive.workers_of(loader)

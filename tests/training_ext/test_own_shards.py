@@ -24,12 +24,12 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from open_clip_ext.make_shards import main as make_shards
 from training_ext.components.advice import advise
+from training_ext.core.loss import build_loss
 from training_ext.core.plan import global_batch
-from training_ext.data.keys import keys_of_captions
-from training_ext.data.loss import build_loss
+from training_ext.data.epochs import check_steps
 from training_ext.data.pair_folders import NO_PICTURE, NO_TEXT
+from training_ext.data.sample_keys import keys_of_captions
 from training_ext.data.settings import setting_for
-from training_ext.flags.data_checks import check_steps
 from training_ext.flags.params import parse_args
 from training_ext.flags.preflight import check_batch
 from training_ext.tools.pairs import command, writing

@@ -11,8 +11,8 @@ from open_clip import get_tokenizer
 from test_captions import of_epochs
 
 from open_clip_ext.data import Scenes
-from training_ext.data.keys import keys_of_captions
 from training_ext.data.pair_folders import NO_CAPTION, NO_PICTURE, NO_TEXT, NOT_UTF8, UNREADABLE_TEXT, find_pairs
+from training_ext.data.sample_keys import keys_of_captions
 
 COMMON = f"{LOSSES['fastclip-v3']} --epochs 2 --workers 1"
 

@@ -24,7 +24,7 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.files import whole_file
 from open_clip_ext.normalizers_report import main as report_main
 from training_ext.components.keep_best import BEST, START
-from training_ext.components.recovery.recovery import UNFINISHED
+from training_ext.components.recovery.recovered import UNFINISHED
 
 ROWS = 16
 CAPTION = "<script>alert('caption')</script>"

@@ -10,7 +10,7 @@ from conftest import TINY
 
 from open_clip_ext import InputError
 from open_clip_ext.main import main as ext_main
-from training_ext.flags import recipes
+from training_ext.flags import recipes, run_recipe
 from training_ext.flags.params import parse_args
 from training_ext.flags.recipes import PUBLISHED, TYPES
 from training_ext.tools import dry_run
@@ -63,7 +63,7 @@ def test_a_published_recipe_says_where_it_is_from_and_can_be_planned(name, eight
 @pytest.mark.parametrize("name", NAMES)
 def test_the_saved_flags_are_those_of_the_recipe(name, tmp_path, eight):
     args = parse(f"--recipe {name} --train-data x.tar --name run")
-    recipes.save(str(tmp_path), recipes.of_run(args, recipes.resolved_flags(args), 1000))
+    run_recipe.save(str(tmp_path), run_recipe.of_run(args, run_recipe.resolved_flags(args), 1000))
     again = parse(f"--recipe {tmp_path}/recipe.yaml --name run")
     differ = {"recipe", "recipe_flags", "given_flags", "given_settings"}
     assert {key: value for key, value in vars(again).items() if key not in differ} == {
@@ -84,9 +84,17 @@ def test_what_is_given_goes_before_the_recipe_and_the_recipe_before_the_loss(wri
     assert (args.wd, args.lr, parse("--loss tuneclip").wd) == (0.3, 1e-5, 0.02)
 
 
+def test_a_switch_that_is_on_by_itself_stays_off(tmp_path):
+    args = parse("--loss neuclip --no-npn-split --train-data x.tar --name run")
+    recipes.save(str(tmp_path), recipes.of_run(args, recipes.resolved_flags(args), None))
+    saved = f"--recipe {tmp_path}/recipe.yaml"
+    values = [parse(text).npn_split for text in (saved, f"{saved} --npn-split", "--loss neuclip")]
+    assert values == [False, True, None]
+
+
 def test_another_loss_has_its_own_settings(tmp_path, write):
     args = parse("--loss neuclip --npn-prototypes 20 --rho 5 --lr 2e-3 --wd 0.3 --train-data x.tar --name run")
-    recipes.save(str(tmp_path), recipes.of_run(args, recipes.resolved_flags(args), None))
+    run_recipe.save(str(tmp_path), run_recipe.of_run(args, run_recipe.resolved_flags(args), None))
     saved = f"--recipe {tmp_path}/recipe.yaml"
     assert parse(saved).normalizer == "prototypes" and parse(f"{saved} --loss neuclip").npn_prototypes == 20
     other = parse(f"{saved} --loss fastclip --gamma 0.4")
@@ -100,7 +108,7 @@ def test_another_loss_has_its_own_settings(tmp_path, write):
 def test_a_run_of_tuneclip_can_be_swept_from_its_recipe(tmp_path, monkeypatch):
     monkeypatch.setattr("training_ext.components.recovery.recovered.read", lambda path: {"epochs": 5.0})
     args = parse("--loss tuneclip --pretrained w.pt --train-data x.tar --osr-save s.state --name run")
-    recipes.save(str(tmp_path), recipes.of_run(args, recipes.resolved_flags(args), None))
+    run_recipe.save(str(tmp_path), run_recipe.of_run(args, run_recipe.resolved_flags(args), None))
     again = parse(f"--recipe {tmp_path}/recipe.yaml --osr-load s.state --lr 1e-6")
     assert (again.lr, again.osr_epochs, again.osr_surrogate) == (1e-6, 5.0, None)
     with pytest.raises(InputError, match="--osr-surrogate: 'identity' with --osr-load"):
@@ -110,7 +118,7 @@ def test_a_run_of_tuneclip_can_be_swept_from_its_recipe(tmp_path, monkeypatch):
 def test_the_command_line_changes_the_recovery_of_a_recipe(tmp_path, monkeypatch):
     def saved(flags):
         args = parse(f"--loss tuneclip --pretrained w.pt --train-data x.tar --name run {flags}")
-        recipes.save(str(tmp_path), recipes.of_run(args, recipes.resolved_flags(args), None))
+        run_recipe.save(str(tmp_path), run_recipe.of_run(args, run_recipe.resolved_flags(args), None))
         return f"--recipe {tmp_path}/recipe.yaml"
 
     recipe = saved("--osr-surrogate hinge --osr-transfer moments")

@@ -11,7 +11,7 @@ from stop import Killed, StopAt
 from test_training import same
 
 from open_clip_ext import normalizers_report, row_files
-from training_ext.components.recovery.recovery import UNFINISHED
+from training_ext.components.recovery.recovered import UNFINISHED
 from training_ext.core.rows import RowLoader
 from training_ext.data import checkpoint_files, row_folders
 

@@ -18,25 +18,18 @@ CLIP = f"{SHAPES} --loss clip"
 REFERENCE = "--distill-model RN50 --distill-pretrained openai"
 
 CASES = [
-    (f"{OURS} --accum-freq 0", "--accum-freq: 0"),
     (f"{OURS} --log-every-n-steps 0", "--log-every-n-steps: 0"),
     (f"{OURS} --wd -1", "--wd: -1.0"),
     (f"{OURS} --grad-clip-norm 0", "--grad-clip-norm: 0.0 .*leave it out not to clip"),
-    (f"{OURS} --image-std 0", r"--image-std: \[0.0\]"),
     ("--loss clip --train-data x.tar --train-num-samples 0", "--train-num-samples: 0"),
-    (f"{CLIP} --workers -1", "--workers: -1 .*from 0 to 1024"),
     (f"{CLIP} --warmup -5", "--warmup: -5"),
     (f"{CLIP} --save-frequency -3", "--save-frequency: -3"),
     (f"{CLIP} --val-frequency -1", "--val-frequency: -1"),
     (f"{CLIP} --zeroshot-frequency -1", "--zeroshot-frequency: -1"),
     (f"{CLIP} --remote-sync-frequency 0", "--remote-sync-frequency: 0"),
-    (f"{CLIP} --lr inf", "--lr: inf"),
     (f"{CLIP} --lr-cooldown-end -1", "--lr-cooldown-end: -1.0"),
     (f"{CLIP} --lr-cooldown-power 0", "--lr-cooldown-power: 0.0"),
-    (f"{CLIP} --eps 0", "--eps: 0.0"),
     (f"{CLIP} --momentum 1", r"--momentum: 1.0 .*in \[0, 1\)"),
-    (f"{CLIP} --image-mean nan", r"--image-mean: \[nan\]"),
-    (f"{CLIP} --force-image-size 0", r"--force-image-size: \[0\]"),
     (f"{CLIP} --force-context-length 1", "--force-context-length: 1 .*a caption's start and end, to 65536"),
     (f"{CLIP} --force-patch-dropout -0.5", "--force-patch-dropout: -0.5"),
     (f"{CLIP} --lock-image --lock-image-unlocked-groups -1", "--lock-image-unlocked-groups: -1"),
@@ -48,11 +41,6 @@ CASES = [
     ("--loss clip --train-data x.csv --val-data x.csv", "--val-data: 'x.csv' is trained on, by --train-data 'x"),
     (f"{CLIP} --model ViT-B-32 --pretrained-image", "--pretrained-image: does nothing without a --model with an"),
     (f"{CLIP} --model ViT-B-23", "--model: 'ViT-B-23' is unknown to this open_clip_torch; did you mean 'ViT-B-32'?"),
-    ("--loss neuclip", "--train-data: --loss neuclip needs data"),
-    ("--loss clip --train-data x --val-data v.csv --dataset-type webdataset", "--dataset-type: .*--val-data is 'v.csv"),
-    ("--loss neuclip --train-data x.csv --dataset-type webdataset", "--dataset-type: .*--train-data is 'x.csv'; leave"),
-    ("--loss neuclip --train-data x.csv --val-data v.tar --dataset-type csv", "--dataset-type: 'csv'.*--val-data"),
-    ("--loss neuclip --train-data x.tar --dataset-type csv", "--dataset-type: 'csv'.*--train-data"),
     (f"{CLIP} --several-captions", "--several-captions: is for a csv, not for 'shapes'.*--captions-field"),
     ("--loss clip --train-data x.csv --captions-field a", "--captions-field: 'a' is .*'x.csv'.*--several-captions"),
     ("--loss clip --train-data x.csv --json-text-key a;b", "--json-text-key: 'a;b' is .*'x.csv'.*--several-captions"),
@@ -60,14 +48,12 @@ CASES = [
     ("--loss clip --train-data x.tar --json-text-key a --json-text-key-probs 1 2", "--json-text-key-probs: .*each"),
     ("--loss clip --train-data x.tar --json-text-key a --json-text-key-probs -1", "--json-text-key-probs: .*least 0"),
     (f"{OURS} --same-caption --same-key a", "--same-caption: with --same-key 'a'; give one of the two"),
-    (f"{OURS} --same-key a", "--same-key: 'a' is a column or a field, and shapes has none; use --same-caption"),
     (f"{SHAPES} --loss amorlip --same-caption", "--same-caption: --loss amorlip as given .*--normalizer table"),
     (
         "--loss fastclip-v3 --negatives both --train-data x.csv --same-key a",
         "--same-key: --loss fastclip-v3 as given .*--negatives cross",
     ),
     (f"{OURS} --positives a --same-key b", "--positives: 'a' with --same-key or --same-caption; give one of the three"),
-    (f"{OURS} --positives a", "--positives: 'a' is a column or a field, and shapes has none; use caption"),
     (f"{SHAPES} --loss tuneclip --positives caption", "--positives: --loss tuneclip as .*--surrogate identity"),
     (f"{SHAPES} --loss siglip-chunked --positives caption", "--positives: --loss siglip-chunked as .*clip-chunked"),
     (f"{CLIP} --batch-size 1", "--batch-size: 1 in 1 process"),
@@ -89,8 +75,6 @@ CASES = [
     (f"{OURS} --split-rows-above 1 --remote-sync x", "--split-rows-above: 1 with --remote-sync"),
     (f"{CLIP} --keep-best clip_val_loss --remote-sync x --remote-sync-protocol fsspec", "clip_val_loss with"),
     (f"{CLIP} --report-to nonsense", "--report-to: 'nonsense' is not wandb"),
-    (f"{CLIP} --report-to wandb", "--report-to: 'wandb' needs wandb"),
-    (f"{CLIP} --report-to tensorboard", "--report-to: 'tensorboard' needs tensorboard"),
     (f"{CLIP} --fsdp --zeroshot-data x", "--zeroshot-data: 'x' with --fsdp"),
     (f"{OURS} --fsdp --osr-epochs 1", "--osr-epochs: 1 with --fsdp"),
     (f"{OURS} --fsdp --keep-best x", "--keep-best: 'x' with --fsdp"),
@@ -107,8 +91,6 @@ broken: set[int] = set()
 def test_a_rule(monkeypatch, arguments, line):
     if not hosts.installed().HAS_TASKS and any(flag in arguments for flag in OF_TASKS):
         pytest.skip("this OpenCLIP has no such flag")
-    for logger in ("wandb", "tensorboard"):
-        monkeypatch.setattr(hosts.installed().main(), logger, None)
     args = parse_args(arguments.split())
     prepare_shapes(args)
     monkeypatch.setenv("WORLD_SIZE", "2" if "--fsdp" in arguments or "amorlip" in arguments else "1")
@@ -167,7 +149,12 @@ OTHERS = [
     (f"{OURS} --name=../x", "--name: '../x' is not a folder inside --logs"),
     (f"{OURS} --name=", "--name: '' is not a folder inside --logs"),
     (f"{CLIP} --name /x", "--name: '/x' is not a folder inside --logs"),
+    # OpenCLIP's own start
+    (f"{OURS} --accum-freq 0", "--accum-freq: 0 must be an integer of at least 1"),
+    (f"{CLIP} --image-std 0", "--image-std: 0.0: OpenCLIP could not make a step: ValueError: std evaluated to zero"),
+    ("--loss neuclip", "OpenCLIP could not start: .*: At least one "),
     # Data
+    ("{csv} --loss neuclip --dataset-type webdataset", "--train-data: 1 of 1 shards cannot be read: '.*csv'"),
     (f"{OURS} --batch-size 32", "--batch-size: 32 .*16 samples"),
     (f"{OURS} --accum-freq 3", "--batch-size: 8 .*--accum-freq 3 .*16 samples"),
     (f"{SHAPES} --loss queue --batch-size 10", "--queue-size: 16 samples in global batches of 10.*at most 8"),
@@ -210,7 +197,7 @@ OTHERS = [
     (f"{CLIP} --val-num-samples 16 --val-frequency 0 --keep-best x", "--keep-best: .*with a frequency above 0"),
     (f"{CLIP} --val-num-samples 16 --logs none --keep-best image_to_text_R@1", "--keep-best: .*--logs none"),
     (f"{OURS} --save-every-steps 0", "--save-every-steps: 0 is out of range.*at least 1"),
-    (f"{CLIP} --save-every-steps 5", "--save-every-steps: 5 with --loss clip"),
+    (f"{CLIP} --save-every-steps 5", "--save-every-steps: --loss clip is OpenCLIP's own"),
     (f"{OURS} --save-every-steps 5 --logs none", "--save-every-steps: 5 with --logs none"),
     (f"{OURS} --model ViT-B-99 --dry-run", "--model: 'ViT-B-99' is unknown"),
 ]

@@ -101,7 +101,7 @@ def test_the_terminal_is_spared_what_the_files_have(tmp_path, capsys):
     events = EventAccumulator(str(tmp_path / "x/tensorboard"))
     events.Reload()
     names = {tag.removeprefix("train/") for tag in events.Tags()["scalars"] if tag.startswith("train/")}
-    assert {"objective_learnable", "gamma", "samples_per_second"} <= names <= steps[-1].keys()
+    assert {"loss", "objective_learnable", "gamma", "samples_per_second"} <= names <= steps[-1].keys()
     (evaluated,) = read_metrics(tmp_path / "x", "eval")
     assert evaluated["epoch"] == 1 and evaluated["image_to_text_R@1"] >= 0
     assert log.count("effective_negatives") == 1  # taken once, and shown at the epoch's end
@@ -133,7 +133,18 @@ def test_the_summary(run, loss):
     assert ("normalizers_report" in end) == (loss != "amorlip")
     (evaluated,) = read_metrics(experiment.path, "eval")
     value = f"{evaluated['image_to_text_R@1']:.4f}"
-    assert re.search(rf"image_to_text_R@1 +{value} +{value} +1$", end, re.MULTILINE)
+    # One more of 8 right and wrong: (8 p + 1) / 10.
+    p = (8 * evaluated["image_to_text_R@1"] + 1) / 10
+    error = (p * (1 - p) / 8) ** 0.5
+    assert re.search(rf"image_to_text_R@1 +{value} +{value} +1 +{error:.4f} +0.1250$", end, re.MULTILINE)
+    line = rf"After epoch 1: R@1 image_to_text {value[:5]} ± {error:.3f}, text_to_image .*, chance 0.12$"
+    assert re.search(line, experiment.log, re.MULTILINE)
+
+
+def test_a_resumed_run_does_not_say_that_its_model_is_random(run):
+    logs = [run("x", f"{FLAGS} {LOSSES['queue']} {more}").log for more in ("", "--resume latest --epochs 2")]
+    random = "Model initialized randomly"
+    assert [log.count(random) for log in (logs[0], logs[1].removeprefix(logs[0]))] == [1, 0]
 
 
 def test_the_best_of_the_summary(tmp_path):

@@ -44,16 +44,21 @@ def test_resampled_shards_differ():
     assert len(set(DataLoader(Seeds(), batch_size=None, num_workers=2))) == 2
 
 
+class Shuffle:
+    def __init__(self, rng):
+        self.rng = rng
+
+    def __call__(self, source):
+        buffer = list(source)
+        while buffer:
+            yield buffer.pop(self.rng.randint(0, len(buffer) - 1))
+
+
 class Samples(IterableDataset):
     """Batches of two of 10 samples, again and again, each with its numbers and what its augmentation drew."""
 
     def __init__(self, stream: SampleStream):
-        self.stream = stream.shuffled_by(self.shuffle)
-
-    def shuffle(self, source):
-        buffer = list(source)
-        while buffer:
-            yield buffer.pop(self.stream.rng.randint(0, len(buffer) - 1))
+        self.stream = stream
 
     def __iter__(self):
         batch = []
@@ -66,8 +71,8 @@ class Samples(IterableDataset):
 
 
 def stream_epochs(start: Start | None, numbers: list[int], workers: int, rank: int = 0) -> list[list]:
-    stream = SampleStream(0, rank)
-    dataset = SeededEpochs(Samples(stream), 0, rank, stream)
+    stream = SampleStream(Shuffle, 0, rank)
+    dataset = SeededEpochs(Samples(stream), stream)
     dataset.shared_epoch = SharedEpoch(0)
     if start is not None:
         dataset.start_at(start)

@@ -16,7 +16,8 @@ from torch.nn.functional import normalize
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.metrics_file import read_metrics
 from open_clip_ext.recovery import FrozenWeights
-from training_ext.components.recovery.recovery import FIRST_EPOCH, UNFINISHED
+from training_ext.components.recovery.recovered import UNFINISHED
+from training_ext.components.recovery.recovery import FIRST_EPOCH
 from training_ext.core import hosts
 from training_ext.core.rows import RowLoader, pair_of
 from training_ext.flags.params import parse_args
@@ -472,10 +473,6 @@ def test_files_that_are_none(refused, recovered, pretrained, tmp_path):
 
 def test_where_a_file_must_not_be(refused, recovered, tmp_path):
     command, path = recovered
-    (tmp_path / "logs/run/checkpoints").mkdir(parents=True)
-    inside = tmp_path / "logs/run/checkpoints/recovered.pt"
-    line = refused(f"{command} --loss tuneclip --osr-epochs 1 --osr-save {inside}")
-    assert str(inside) in line and "--resume latest" in line
     torch.save(open_clip.create_model("ViT-test").state_dict(), tmp_path / "bare.pt")
     for resume in ("", "--resume latest --name new", f"--resume {tmp_path}/bare.pt"):  # none goes on with anything
         line = refused(f"{command} --loss tuneclip --osr-epochs 1 --osr-save {path} {resume}")

@@ -9,7 +9,7 @@ import torch
 from conftest import TINY
 
 from open_clip_ext.kernels import streaming
-from training_ext.data.loss import build_loss
+from training_ext.core.loss import build_loss
 from training_ext.flags import params
 from training_ext.tools import dry_run, step_memory
 

@@ -13,7 +13,7 @@ from ports import free_ports
 
 from open_clip_ext import equations
 from training_ext.components.token_head import TokenHead, output_width, padding_of
-from training_ext.core.loss import ADDED, add_losses
+from training_ext.core.added_losses import PREFIX, add_losses
 
 WEIGHT, WIDTH, WORDS, PADDING, LENGTH, STEPS, BATCH = 0.5, 4, 20, 0, 6, 3, 12
 
@@ -45,7 +45,7 @@ def batches():
 def add_head(model, accum=1):
     head = TokenHead(Namespace(token_head=WEIGHT, accum_freq=accum))
     head.wrap_model(model)
-    assert add_losses(model, [head])
+    add_losses(model, [head])
     return head
 
 
@@ -59,9 +59,9 @@ def trained(rank=0, world=1, accum=1):
         parts = list(zip(image.chunk(world)[rank].chunk(accum), text.chunk(world)[rank].chunk(accum), strict=True))
         model.zero_grad()
         with torch.no_grad():
-            first = [model(*part)[f"{ADDED}token"] for part in parts] if accum > 1 else []
+            first = [model(*part)[f"{PREFIX}token"] for part in parts] if accum > 1 else []
         for number, part in enumerate(parts):
-            value = model(*part)[f"{ADDED}token"]
+            value = model(*part)[f"{PREFIX}token"]
             value = torch.cat([*first[:number], value, *first[number + 1 :]]).mean()  # as in OpenCLIP's loops
             value.backward()
         gradients = [parameter.grad for parameter in (*model.visual.parameters(), *model.token_head.parameters())]
@@ -140,7 +140,7 @@ def test_towers(vision, custom):
     model = kind(**config, output_dict=True)
     assert output_width(model) == 16 and padding_of(getattr(model, "text", model)) == 0
     add_head(model)
-    added = model(torch.rand(2, 3, 160, 160), torch.randint(1, 30, (2, 8)))[f"{ADDED}token"]
+    added = model(torch.rand(2, 3, 160, 160), torch.randint(1, 30, (2, 8)))[f"{PREFIX}token"]
     assert added.isfinite() and added > 0
 
 

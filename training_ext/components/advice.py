@@ -12,12 +12,12 @@ import torch
 from open_clip_ext.normalizers.npn import adagrad_rate
 from open_clip_ext.presets import drrho_gamma
 from training_ext.core.component import Component
+from training_ext.core.loss import build_loss
 from training_ext.core.plan import global_batch
 from training_ext.core.temperature import trains_logit_scale
-from training_ext.data.captions import SeenCaptions
 from training_ext.data.keys import has_keys
-from training_ext.data.loss import build_loss
 from training_ext.data.rows import DataRows
+from training_ext.data.seen_captions import SeenCaptions
 from training_ext.data.settings import FEWEST_STEPS, recommended_lr_tau
 from training_ext.data.usual import unusual
 from training_ext.openclip.hosts import starts_from_weights

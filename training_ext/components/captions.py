@@ -1,4 +1,8 @@
-"""One of several captions of an image, drawn each epoch; of a csv, a folder or the .json in shards."""
+"""Train on one of several captions of an image, drawn anew each epoch (`--several-captions`, `--captions-field`).
+
+The captions are the lines of a csv with the same image, the lines of a folder's .txt, or a list in the .json of a
+shard's sample. OpenCLIP 4's own draw among the fields of --json-text-key is made here, too, so that it can be resumed.
+"""
 
 import logging
 from argparse import Namespace
@@ -6,13 +10,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from open_clip_train.data import SharedEpoch
-
 from open_clip_ext.options import option
 from training_ext.core.component import Component
 from training_ext.core.epoch import Epoch
 from training_ext.core.seam import TRAIN_DATA, Seam
 from training_ext.data.captions import captions_of_samples, draw_from_lines
+from training_ext.data.seeding import SharedEpoch
 
 DATA = "open_clip_train.data"
 
@@ -53,7 +56,7 @@ class Captions(Component):
 
     def __init__(self, args: Namespace):
         super().__init__(args)
-        self._epoch = SharedEpoch()
+        self._epoch = SharedEpoch(args.workers)
         self._draw = captions_of_samples(args, self._epoch)
 
     def wanted(self) -> bool:

@@ -1,4 +1,7 @@
-"""Count the rows of the train data before the start, and hold its shards to that."""
+"""Count the train samples before the start: n, and by its place each sample's row in the state of the loss.
+
+A run ends with one line at a shard that no longer has the samples that were counted.
+"""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -23,6 +26,7 @@ class CountedRows(Component):
     topic = "data"
     needs_ext_loss = True
     may_be_off = False
+    counts_rows = True
     shard_sizes: str | None = option(
         None, "JSON file of samples per shard, by file name or URL, if there is no sizes.json beside the shards",
         metavar="FILE",

@@ -1,4 +1,8 @@
-"""Compare every evaluation with the one before the first step, and keep the best weights (`--keep-best`)."""
+"""Keep the weights of the best evaluation in best.pt (`--keep-best METRIC`).
+
+A training with --loss that starts from weights is also evaluated before its first step, and later evaluations tell
+which metrics are worse than that.
+"""
 
 import json
 import logging

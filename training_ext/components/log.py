@@ -6,9 +6,11 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import open_clip
 import torch
 from open_clip_train import train as open_clip_train
 
@@ -19,7 +21,7 @@ from open_clip_ext.surrogates import PowerHinge
 from training_ext.core import hosts
 from training_ext.core.component import Component
 from training_ext.core.epoch import Epoch, Evaluation
-from training_ext.data.metrics import duration, ranks_at_chance
+from training_ext.data.metrics import duration, ranks_at_chance, recalls
 from training_ext.data.usual import unusual
 from training_ext.openclip.loading import take_warnings
 
@@ -78,6 +80,16 @@ class Log(Component):
         self._has_warned = False
 
     # OpenCLIP's lines
+
+    def prepare(self, until: ExitStack) -> None:
+        for logger in (logging.root, logging.getLogger(open_clip.factory.__name__)):  # of OpenCLIP 3, and of 4
+            logger.addFilter(self._is_built_to_train)
+            until.callback(logger.removeFilter, self._is_built_to_train)
+
+    def _is_built_to_train(self, record: logging.LogRecord) -> bool:
+        """Leave out that a model is random that gets a checkpoint's weights."""
+        is_resumed = self.args.loss is not None and self.args.resume
+        return not (is_resumed and record.getMessage().endswith("Model initialized randomly."))
 
     def model_built(self, model: torch.nn.Module) -> None:
         args = self.args
@@ -189,6 +201,8 @@ class Log(Component):
         epoch = evaluation.epoch
         values = {name: float(value) for name, value in metrics.items() if name != "epoch"}
         self._add(EVAL, epoch, 0, **values)
+        if sentence := recalls(metrics):
+            logging.info(f"After epoch {epoch}: {sentence}")
         if epoch > 0 and self._losses and self._is_even() and (ranks := ranks_at_chance(metrics)):
             cause = next(unusual(self.args), f"try a lower --lr ({self.args.lr:g}) or a longer --warmup")
             logging.warning(f"After epoch {epoch} the model has learned nothing: {ranks}. A likely cause: {cause}")

@@ -1,4 +1,4 @@
-"""Zero-shot evaluation of OpenCLIP before 4 with NumPy 2.4 and later."""
+"""Keep OpenCLIP's accuracy on ImageNet working, before OpenCLIP 4, with NumPy 2.4 and later."""
 
 from training_ext.core.component import Component
 from training_ext.core.hosts import release

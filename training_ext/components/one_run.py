@@ -1,4 +1,4 @@
-"""Let no other run use the folder of this one."""
+"""Lock the run's folder, so that a second run in it ends at once instead of mixing its files with these."""
 
 import os
 from argparse import Namespace

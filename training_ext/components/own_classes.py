@@ -1,4 +1,7 @@
-"""`--zeroshot-data` in the training: zero-shot classification of the user's own classes after each epoch."""
+"""Classify the user's own images zero-shot after each epoch (`--zeroshot-data`), as OpenCLIP does ImageNet's.
+
+`scoring` is imported where it is used, since most runs have no own classes.
+"""
 
 import logging
 import os
@@ -13,11 +16,6 @@ from training_ext.core.component import Component
 from training_ext.core.epoch import Evaluation
 from training_ext.data.metrics import OWN_CLASSES, OWN_IMAGES, is_due
 from training_ext.openclip.loading import load_tokenizer
-from training_ext.scoring.class_folders import ClassFolders, open_own_classes, warn_of_equal_classes
-from training_ext.scoring.inference import Encoder
-from training_ext.scoring.pictures import write_confusion
-from training_ext.scoring.scores import open_task, score
-from training_ext.scoring.tasks import own_task
 
 FLAG = "--zeroshot-data"
 PICTURES = "confusion"  # folder of the run's
@@ -40,6 +38,8 @@ class OwnClasses(Component):
         return tuple(OWN_CLASSES)
 
     def check_plan(self, metrics: list[str]) -> None:
+        from training_ext.scoring.class_folders import ClassFolders, open_own_classes, warn_of_equal_classes
+
         assert self.zeroshot_data is not None
         if not self.args.val_frequency:
             raise InputError("has no effect with --val-frequency 0; leave out one of the two", FLAG)
@@ -52,6 +52,11 @@ class OwnClasses(Component):
             source.check_headers()
 
     def scores(self, evaluation: Evaluation) -> dict[str, float]:
+        from training_ext.scoring.inference import Encoder
+        from training_ext.scoring.pictures import write_confusion
+        from training_ext.scoring.scores import open_task, score
+        from training_ext.scoring.tasks import own_task
+
         args = self.args
         if self.plan.shards_model or not is_due(args, evaluation.epoch):
             return {}

@@ -1,4 +1,4 @@
-"""A csv with its cells as text, and a folder of images with their captions in .txt in the place of a csv."""
+"""Read the cells of a csv as text, and a folder of images, each with its captions in a .txt, as if it were a csv."""
 
 from collections.abc import Callable
 from functools import partial
@@ -34,11 +34,11 @@ class PairTables(Component):
     )  # fmt: skip
 
     def read_csv(self, original: Callable, path: str, **kwargs: Any) -> Any:
-        from training_ext.data.keys import read_table
+        from training_ext.data.tables import read_table
 
         return read_table(self.args, path, original, **kwargs)
 
     def of_folder(self, original: Callable, path: str, kind: str) -> Callable:
-        from training_ext.data.pair_folders import is_folder
+        from training_ext.data.rows import is_folder
 
         return original(path, "csv" if is_folder(path, kind) else kind)

@@ -1,4 +1,4 @@
-"""Let processes wait for one another longer than torch does."""
+"""Let processes wait for one another for two hours, not torch's ten minutes, while process 0 counts or evaluates."""
 
 from datetime import timedelta
 from functools import partial

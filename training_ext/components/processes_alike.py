@@ -1,4 +1,4 @@
-"""Refuse processes that were started with other settings or other data than process 0."""
+"""Refuse to train if a process was started with other settings, or sees other data, than process 0."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ from training_ext.core.component import Component
 from training_ext.core.plan import Plan
 from training_ext.core.seam import Seam
 from training_ext.data.rows import DataRows, find_rows
-from training_ext.flags.recipes import NOT_FLAGS
+from training_ext.flags.run_recipe import NOT_FLAGS
 
 # `check_alike` lets no other flag differ, so nothing that the processes do together may depend on these.
 OWN = frozenset(  # of a process or machine

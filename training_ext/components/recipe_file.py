@@ -1,4 +1,4 @@
-"""The recipe of a run in its folder, and what it changes in that of the run that it resumes."""
+"""Write every flag of a run to recipe.yaml in its folder, and log which flags differ from the run that is resumed."""
 
 import logging
 import os
@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from training_ext.core.component import Component
-from training_ext.flags import recipes
+from training_ext.flags import run_recipe
 
 
 class RecipeFile(Component):
@@ -17,8 +17,8 @@ class RecipeFile(Component):
 
     def __init__(self, args: Namespace):
         super().__init__(args)
-        self._flags = recipes.resolved_flags(args) if args.loss is not None else {}  # before OpenCLIP adds to them
-        self._before: recipes.Recipe | None = None
+        self._flags = run_recipe.resolved_flags(args) if args.loss is not None else {}  # before OpenCLIP adds to them
+        self._before: Any = None  # the recipe of the run that is resumed
         self._recipe: dict[str, Any] | None = None  # to be written
 
     def wanted(self) -> bool:
@@ -28,6 +28,8 @@ class RecipeFile(Component):
         self._write()
 
     def check_state(self, state: dict[str, Any], path: str) -> None:
+        from training_ext.flags import recipes
+
         self._before = recipes.with_checkpoint(path)
 
     def data_built(self, data: dict[str, Any]) -> None:
@@ -35,13 +37,13 @@ class RecipeFile(Component):
             return
         rows = self.training.data.rows
         samples = self.args.train_num_samples if rows is None else rows.num_rows
-        self._recipe = recipes.of_run(self.args, self._flags, samples)
-        if self._before is not None and (changed := recipes.changes(self._before, self._recipe, self.args)):
+        self._recipe = run_recipe.of_run(self.args, self._flags, samples)
+        if self._before is not None and (changed := self._before.changes(self._recipe, self.args)):
             logging.warning(f"Changed since the checkpoint: {changed}")
-        if self._before is None or not os.path.exists(os.path.join(self.plan.folder or "", recipes.RECIPE)):
+        if self._before is None or not os.path.exists(os.path.join(self.plan.folder or "", run_recipe.RECIPE)):
             self._write()
 
     def _write(self) -> None:
         if self._recipe is not None and self.plan.folder is not None:
-            recipes.save(self.plan.folder, self._recipe)
+            run_recipe.save(self.plan.folder, self._recipe)
         self._recipe = None

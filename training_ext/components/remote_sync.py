@@ -1,4 +1,4 @@
-"""OpenCLIP's --remote-sync while files come and go, and of a run that ends early."""
+"""Copy a run's folder by --remote-sync: whole files, although some come and go, and the last ones at an early end."""
 
 import logging
 import multiprocessing

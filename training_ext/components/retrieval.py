@@ -1,4 +1,4 @@
-"""Retrieval metrics of the validation pairs by blocks, with an image's other captions as right."""
+"""Compute the retrieval metrics of the validation pairs in blocks, counting each caption of an image as right."""
 
 import hashlib
 from argparse import Namespace

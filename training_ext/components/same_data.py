@@ -1,4 +1,7 @@
-"""Refuse to resume on other train data, or with another reference model, than those of the checkpoint."""
+"""Refuse to resume with other train data, or another reference model, than the checkpoint's.
+
+The loss's state per sample belongs to the rows of these data.
+"""
 
 from argparse import Namespace
 from typing import Any

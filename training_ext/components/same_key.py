@@ -1,4 +1,5 @@
-"""Keys of samples: those with the same key are not each other's negatives, or are each other's positives."""
+"""Take samples with the same key out of each other's negatives (`--same-key`, `--same-caption`), or pull them together
+(`--positives`). The key is a column of the csv, a field of the .json in shards, or the caption."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ class SameKey(Component):
         return bool(self.same_key or self.same_caption or self.positives)
 
     def columns(self) -> Sequence[str]:
-        from training_ext.data.keys import key_of_samples
+        from training_ext.data.sample_keys import key_of_samples
 
         self._of_sample = key_of_samples(self.args)
         return () if self._of_sample is None else (KEY,)
@@ -49,7 +50,8 @@ class SameKey(Component):
         return {KEY: self._of_sample(sample)} if self._of_sample is not None and has_caption(sample) else {}
 
     def data_built(self, data: dict[str, Any]) -> None:
-        from training_ext.data.keys import find_keys, key_argument
+        from training_ext.data.keys import key_argument
+        from training_ext.data.sample_keys import find_keys
 
         if "train" not in data:
             return

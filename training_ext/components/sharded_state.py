@@ -1,4 +1,4 @@
-"""This package's state in checkpoints that are folders of FSDP's shards, which OpenCLIP 4 writes."""
+"""Save and resume the loss's state where OpenCLIP 4 writes a checkpoint as a folder of FSDP's shards."""
 
 import os
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class ShardedState(Component):
             atomic_save(torch.save, entry, os.path.join(folder, checkpoint.SHARDED))
         original(task, optimizer, folder, **kwargs)
         if self.plan.is_first:
-            checkpoint_files.remove_older(folder)
+            checkpoint_files.replace_older(folder)
 
     def load(self, original: Callable, task: Any, folder: str, **kwargs: Any) -> int:
         entry = checkpoint.read_sharded_entry(folder)

@@ -14,7 +14,7 @@ from open_clip_ext.metrics_file import EVAL, read_metrics
 from open_clip_ext.options import flag_of
 from training_ext.core.component import Component
 from training_ext.data.keys import has_keys
-from training_ext.data.metrics import COUNTS, duration, smaller_is_better
+from training_ext.data.metrics import COUNTS, duration, smaller_is_better, uncertainty
 
 CSV_FLAGS = ("csv_separator", "csv_img_key", "csv_caption_key")
 SHOWN = ("R@1", "top1", "clip_val_loss", "balanced")  # metrics whose names end so
@@ -81,10 +81,12 @@ def has_report(args: Namespace) -> bool:
 def _metrics(lines: list[dict[str, Any]]) -> Iterator[str]:
     names = [name for name in (lines[-1] if lines else {}) if name.endswith(SHOWN) and name not in COUNTS]
     if names:
-        yield f"{'':24}{'last':>10}{'best':>10}  after epoch"
+        yield f"{'':24}{'last':>10}{'best':>10}  after epoch  std. error    chance"
     for name in names:
         last = "not finite" if lines[-1][name] is None else f"{lines[-1][name]:.4f}"
         sign = 1 if smaller_is_better(name) else -1
         if found := [(sign * line[name], line["epoch"]) for line in lines if line.get(name) is not None]:
             best, epoch = min(found)  # the earliest of equal ones
-            yield f"{name:24}{last:>10}{sign * best:>10.4f}{epoch:>13}"
+            errors = uncertainty(name, lines[-1]) or ()
+            more = "".join(f"{value:>{width}.4f}" for value, width in zip(errors, (12, 10), strict=False))
+            yield f"{name:24}{last:>10}{sign * best:>10.4f}{epoch:>13}{more}"

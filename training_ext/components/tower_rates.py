@@ -1,4 +1,4 @@
-"""Learning rates by tower."""
+"""Train the image or the text tower with a learning rate of its own (`--lr-image`, `--lr-text`)."""
 
 from argparse import Namespace
 from typing import Any

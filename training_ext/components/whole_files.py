@@ -1,10 +1,19 @@
-"""Resume from the checkpoint with the most training that is whole, also in folders whose names mislead OpenCLIP."""
+"""Resume from the checkpoint with the most training that is whole, also in folders whose names mislead OpenCLIP.
 
+OpenCLIP's own losses have no checkpoints within an epoch; that of its end is written before the evaluation, too.
+"""
+
+import logging
+from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from training_ext.core.component import Component
+from training_ext.core.epoch import Epoch
 from training_ext.core.seam import Seam
 from training_ext.data.checkpoint_files import latest_checkpoint
+from training_ext.data.metrics import saves_before_evaluation
 
 
 class WholeFiles(Component):
@@ -21,3 +30,13 @@ class WholeFiles(Component):
             parameters=("remote",),
         ),
     )  # fmt: skip
+
+    def epoch(self, epoch: Epoch, train: Callable[[Epoch], None]) -> None:
+        train(epoch)
+        is_openclips = self.args.loss is not None and not self.args.uses_ext_loss
+        if not is_openclips or self.plan.shards_model or not self.plan.is_first:
+            return
+        if saves_before_evaluation(self.plan, self.training.components, epoch):
+            path = self.plan.checkpoint_after(epoch.number + 1)
+            self.training.state.save(torch.save, epoch.content(epoch.number + 1), path)
+            logging.info(f"Saved before the evaluation: {path}")

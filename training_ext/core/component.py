@@ -14,15 +14,14 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from open_clip_ext.errors import InputError, not_one_of
 from open_clip_ext.losses import Loss
 from open_clip_ext.options import WithOptions, flag_of
 from training_ext import components
-from training_ext.core import hosts
 from training_ext.core.epoch import Epoch, Evaluation
+from training_ext.core.events import seams_of_hooks
 from training_ext.core.plan import Plan
 from training_ext.core.seam import Seam
 from training_ext.core.training import Training
@@ -52,6 +51,8 @@ class Component(WithOptions):
         may_be_off: whether a run without its flags goes on without it, after a warning, where OpenCLIP no longer keeps
             a seam's contract; else the run is refused until --without names it.
         state_is_needed: whether a checkpoint with its state is resumed with it only, and one without it without it.
+        counts_rows: whether it uses `training.data.rows`, for which the rows of the train data are counted before the
+            start.
         needs_loss: whether its flags are refused without --loss.
         needs_ext_loss: whether they are refused with OpenCLIP's own losses, too.
         topic: heading of its flags in --help, if not its name.
@@ -68,6 +69,7 @@ class Component(WithOptions):
     seams: ClassVar[tuple[Seam, ...]] = ()
     may_be_off: ClassVar[bool] = True
     state_is_needed: bool = True
+    counts_rows: ClassVar[bool] = False
     needs_loss: ClassVar[bool] = False
     needs_ext_loss: ClassVar[bool] = False
     topic: ClassVar[str | None] = None
@@ -201,9 +203,6 @@ class Component(WithOptions):
     def evaluated(self, evaluation: Evaluation, metrics: dict[str, Any]) -> None:
         """Process 0: OpenCLIP has evaluated the model; epoch 0 is before the first step."""
 
-    def optimizer_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer has the state of the checkpoint that is resumed."""
-
     def saving(self) -> None:
         """Every process: a checkpoint is about to be written."""
 
@@ -327,7 +326,7 @@ class Components(list[Component]):
     @staticmethod
     def _can_run(component: Component) -> bool:
         asked_by = component.condition or (component.switch and flag_of(component.switch))
-        events = (seam for hook, seam in hosts.events().items() if component.answers(hook))
+        events = (seam for hook, seam in seams_of_hooks().items() if component.answers(hook))
         for seam in (*component.seams, *events):
             if (broken := seam.broken()) is None:
                 continue

@@ -1,14 +1,21 @@
 """`Events`: the functions that replace OpenCLIP's where hooks of components are called, see `hosts`."""
 
+import importlib
 import logging
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
 from open_clip_ext.files import is_full
+from training_ext.core import hosts
 from training_ext.core.epoch import Epoch, Evaluation
+from training_ext.core.seam import Seam
 
 if TYPE_CHECKING:
     from training_ext.core.run import Run
@@ -16,11 +23,51 @@ if TYPE_CHECKING:
 IMAGENET_V2 = "imagenet-v2"  # OpenCLIP's name of the data
 
 
+def of_host() -> ModuleType:
+    """The module with the seams for hooks in the installed OpenCLIP."""
+    return importlib.import_module(f"{hosts.__name__}.{hosts.supported()}_events")
+
+
+def seams_of_hooks() -> dict[str, Seam]:
+    """The seam that is replaced for a hook of a component, by the hook's name."""
+    return of_host().EVENTS
+
+
 class Events:
-    """OpenCLIP's data, epochs and evaluations, with the hooks of the run's components."""
+    """OpenCLIP's model, optimizer, data, epochs and evaluations, with the hooks of the run's components."""
 
     def __init__(self, run: "Run"):
         self.run = run
+
+    def seams(self) -> Iterator[tuple[Seam, Any]]:
+        """The seams for the components' hooks, and their own, each with its owner."""
+        for hook, seam in seams_of_hooks().items():
+            if any(component.answers(hook) for component in self.run.components):
+                yield seam, self.run
+        yield from ((seam, component) for component in self.run.components for seam in component.seams)
+
+    def wrap_model(self, model: nn.Module) -> bool:
+        """Let components change the model that OpenCLIP has built; returns whether any adds a loss."""
+        for component in self.run.components:
+            component.wrap_model(model)
+        adding = [component for component in self.run.components if component.answers("losses")]
+        if adding:
+            from training_ext.core.added_losses import add_losses
+
+            add_losses(model, adding)
+        return bool(adding)
+
+    def with_added(self, losses: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+        """The losses of a model's output together with those that components add."""
+        from training_ext.core.added_losses import WithAdded
+
+        return WithAdded(losses)
+
+    def regroup(self, optimizer: Optimizer, model: nn.Module) -> None:
+        """Let components change the optimizer's groups, before its first step."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for component in self.run.components:
+            optimizer.param_groups[:] = component.param_groups(list(optimizer.param_groups), names)
 
     def get_data(self, original: Callable, args: Namespace, transforms: Any, *rest: Any, **kwargs: Any) -> Any:
         self.run.training.transform, self.run.training.tokenizer = transforms[1], kwargs.get("tokenizer")
@@ -56,7 +103,7 @@ class Events:
             return {}
         if metrics:
             self.run.by_epoch.append({name: float(value) for name, value in metrics.items()})
-            evaluation = Evaluation(epoch, self.run.host.without_wrapper(model), data, kwargs.get("tokenizer"))
+            evaluation = Evaluation(epoch, of_host().without_wrapper(model), data, kwargs.get("tokenizer"))
             for component in self.run.components:
                 component.evaluated(evaluation, metrics)
         return metrics
@@ -66,7 +113,7 @@ class Events:
     ) -> dict[str, float]:
         data = {name: info for name, info in data.items() if info is not None}  # see `need_evaluation`
         metrics = original(model, data, epoch, args, tokenizer=tokenizer)
-        evaluation = Evaluation(epoch, self.run.host.without_wrapper(model), data, tokenizer)
+        evaluation = Evaluation(epoch, of_host().without_wrapper(model), data, tokenizer)
         for component in self.run.components:
             metrics = metrics | component.scores(evaluation)
         return metrics

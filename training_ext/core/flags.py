@@ -10,7 +10,7 @@ from open_clip_train import params
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
-from open_clip_ext.options import Option, flag_of
+from open_clip_ext.options import Derived, Option, flag_of
 from training_ext.core.temperature import trains_logit_scale
 
 if TYPE_CHECKING:
@@ -31,7 +31,9 @@ def add_option(group: Any, option: Option, note: str = "") -> None:
     """Add the flag of an option, whose value is None where it is not given; `note` ends its help."""
     settings: dict[str, Any] = {"default": None, "help": (option.help + note).replace("%", "%%")}
     if option.type is bool:
-        settings["action"] = "store_true"
+        # Where the default depends on the training, a switch can be off, too.
+        derived = isinstance(option.default, Derived)
+        settings["action"] = argparse.BooleanOptionalAction if derived else "store_true"
     else:
         choices = "{" + ",".join(option.choices) + "}" if option.choices else option.type.__name__.upper()
         settings |= {"type": option.type, "metavar": option.metavar or choices}

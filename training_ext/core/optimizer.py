@@ -1,31 +1,8 @@
-"""The groups of an optimizer, and `GivenSettings`: what it gets from flags, and a checkpoint replaces."""
+"""`GivenSettings`: what an optimizer gets from flags, and a checkpoint replaces."""
 
 from argparse import Namespace
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from torch import nn
 from torch.optim import Optimizer
-
-if TYPE_CHECKING:
-    from training_ext.core.component import Component
-
-
-def regroup(optimizer: Optimizer, model: nn.Module, components: "Sequence[Component]") -> None:
-    """Let components change the optimizer's groups, before its first step.
-
-    Args:
-        model: without wrappers, with the parameters that are trained.
-    """
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for component in components:
-        optimizer.param_groups[:] = component.param_groups(list(optimizer.param_groups), names)
-
-    def loaded(optimizer: Optimizer) -> None:
-        for component in components:
-            component.optimizer_loaded(optimizer)
-
-    optimizer.register_load_state_dict_post_hook(loaded)
 
 
 class GivenSettings:

@@ -5,23 +5,30 @@ import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 
-class Overlay:
+class StandIn:
+    """Has the attributes of the object in its attribute `stands_for`, besides its own."""
+
+    stands_for: ClassVar[str]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # while a copy or a pickle is being made
+            raise AttributeError(name)
+        return getattr(vars(self)[self.stands_for], name)
+
+
+class Overlay(StandIn):
     """Stands in for a module: has the module's names, except those that are set in `vars` of the overlay.
 
     Only the code that holds the overlay sees these; the module itself stays as it is.
     """
 
+    stands_for = "_original"
+
     def __init__(self, original: Any):
         vars(self)["_original"] = original
-
-    def __getattr__(self, name: str) -> Any:
-        # `_original` is absent while a copy or a pickle of the overlay is being made.
-        if name.startswith("__") or "_original" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self._original, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._original, name, value)

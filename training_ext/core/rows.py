@@ -6,7 +6,6 @@ It travels as one of `Tags`, which components may add to.
 
 import json
 import os
-from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -20,11 +19,12 @@ from torch.utils.data import Dataset
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
-from training_ext.core.seam import TRAIN_DATA, VAL_DATA
+from training_ext.core.patching import StandIn
+from training_ext.core.seam import TRAIN_DATA, VAL_DATA, in_place
 from training_ext.core.tags import ROW, Tags, TagsTokenizer
 
 if TYPE_CHECKING:
-    from training_ext.core.component import Component
+    from training_ext.core.run import Run
 
 SIZES = "sizes.json"  # OpenCLIP's file beside shards: samples by file name
 RawHook = Callable[[dict[str, Any]], dict[str, int] | None]
@@ -41,19 +41,16 @@ def with_text(batch: Any, text: Tensor) -> Any:
     return {**batch, "text": text} if isinstance(batch, dict) else (batch[0], text)
 
 
-class Wrapped(Dataset):
+class Wrapped(StandIn, Dataset):
     """A map-style data set in the place of another, whose other attributes it has."""
+
+    stands_for = "dataset"
 
     def __init__(self, dataset: Any):
         self.dataset = dataset
 
     def __len__(self) -> int:
         return len(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # while a copy or a pickle is being made
-            raise AttributeError(name)
-        return getattr(vars(self)["dataset"], name)
 
 
 class WithRow(Wrapped):
@@ -127,7 +124,7 @@ def _size(url: str) -> int:
         ) from None
 
 
-class RowLoader:
+class RowLoader(StandIn):
     """OpenCLIP's train loader, which takes the numbers off each batch and tells when a step and an epoch are done.
 
     OpenCLIP's loop asks for a batch when the step before is done. It computes a learning rate for batches that are too
@@ -142,6 +139,8 @@ class RowLoader:
         at_step: called with the number of steps of the epoch that are done.
         at_end: called on every process after the last step.
     """
+
+    stands_for = "loader"
 
     def __init__(
         self, loader: Any, keep: int, tags: Tags, for_loss: Callable[[Tensor, dict], dict[str, Tensor]] | None,
@@ -172,11 +171,6 @@ class RowLoader:
     def __len__(self) -> int:
         return len(self.loader)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(vars(self)["loader"], name)
-
     def latest(self) -> dict[str, Tensor]:
         """What the loss gets of the samples of the last `keep` batches, int64 on the CPU."""
         return {name: torch.cat([given[name] for given in self._latest]) for name in self._latest[-1]}
@@ -196,29 +190,16 @@ class TrainData:
     rows: Any = None
     worker_init: Any = None
 
-    def __init__(self, args: Namespace, components: "Sequence[Component]" = ()):
+    def __init__(self, run: "Run"):
+        args = run.args
+        self._run = run
         self._has_loss = args.uses_ext_loss
         parts = factory.parts_of(args.loss, vars(args)) if args.uses_ext_loss else ()
         self._needs_rows = any(part.needs_index for part in parts)
-        self._components = components
         self.num_rows = self.samples_per_epoch = 0
         self.sizes: dict[str, int] = {}
         self.tags = Tags()
         self.loader: RowLoader
-
-    def attend(self, in_place: Callable, at_epoch: Callable, at_step: Callable, at_end: Callable) -> None:
-        """Name whom to tell.
-
-        Args:
-            in_place: returns a context in which the seams of a scope are in place.
-            at_epoch: called with the epoch's number when OpenCLIP's loop begins it.
-            at_step, at_end: see `RowLoader`.
-        """
-        self._in_place, self._at_epoch, self._at_step, self._at_end = in_place, at_epoch, at_step, at_end
-
-    def of_last_step(self) -> dict[str, Tensor]:
-        """What a loss gets of the samples since the last step besides the model's output."""
-        return self.loader.latest()
 
     def dataset_fn(self, original: Callable, path: str, kind: str) -> Callable:
         """Replaces OpenCLIP's `get_dataset_fn`, which returns the function that builds the data set."""
@@ -228,17 +209,18 @@ class TrainData:
         self, build: Callable, args: Any, transform: Any, is_train: bool, tokenizer: Any = None, **more: Any
     ) -> Any:
         if not is_train:
-            with self._in_place(VAL_DATA):
+            with in_place(self._run.seams(), VAL_DATA):
                 return build(args, transform, is_train, tokenizer=tokenizer, **more)
         self.tags = Tags((ROW,)) if self._has_loss else Tags()
         if build is data.get_wds_dataset:
             self._prepare_shards(args)
             tokenizer = TagsTokenizer(tokenizer, self.tags) if self.tags.names else tokenizer
-        with self._in_place(TRAIN_DATA):
+        with in_place(self._run.seams(), TRAIN_DATA):
             info = build(args, transform, is_train, tokenizer=tokenizer, **more)
         self.samples_per_epoch = self.samples_per_epoch or self.num_rows
         for_loss = self._for_loss if self._has_loss else None
-        self.loader = RowLoader(info.dataloader, args.accum_freq, self.tags, for_loss, self._at_step, self._at_end)
+        notified = self._run.end_step, self._run.end_epoch
+        self.loader = RowLoader(info.dataloader, args.accum_freq, self.tags, for_loss, *notified)
         info.dataloader, info.set_epoch = self.loader, partial(self._begin, info.set_epoch)
         return info
 
@@ -247,16 +229,16 @@ class TrainData:
         if self._needs_rows and not self.sizes:
             self.sizes = {url: _size(url) for url in dict.fromkeys(data.expand_urls(args.train_data)[0])}
         self.num_rows = sum(self.sizes.values()) or self.num_rows
-        added = (name for component in self._components for name in component.columns())
+        added = (name for component in self._run.components for name in component.columns())
         self.tags = Tags((*added, *((ROW,) if self.sizes else ())))
 
     def _begin(self, original: Callable[[int], None], epoch: int) -> None:
         original(epoch)
-        self._at_epoch(epoch)
+        self._run.begin_epoch(epoch)
 
     def _for_loss(self, tokens: Tensor, numbers: dict[str, Tensor]) -> dict[str, Tensor]:
         given = {"index": numbers[ROW]} if ROW in numbers else {}
-        for component in self._components:
+        for component in self._run.components:
             given |= component.for_loss(tokens, numbers)
         return given
 
@@ -268,5 +250,5 @@ class TrainData:
 
     def shards(self, original: Callable) -> Callable:
         """Replaces OpenCLIP's reader of shards."""
-        hooks = [one.raw_sample for one in self._components if one.answers("raw_sample")]
+        hooks = [one.raw_sample for one in self._run.components if one.answers("raw_sample")]
         return ShardRows(original, self.sizes, hooks) if hooks or self.tags.names else original

@@ -17,8 +17,8 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.losses import Loss
 from training_ext.core import hosts
 from training_ext.core.flags import OPEN_CLIP_TAU_MIN, parse
-from training_ext.core.loss import LossItems, TrainingLoss, add_losses, build_loss
-from training_ext.core.optimizer import GivenSettings, regroup
+from training_ext.core.loss import LossItems, build_loss
+from training_ext.core.optimizer import GivenSettings
 from training_ext.core.rows import TrainData
 from training_ext.core.seam import RUN, Seam, in_place
 from training_ext.core.state import State
@@ -46,8 +46,7 @@ class Run:
         self.args = args
         self.components = components
         self.host = host
-        self.data = TrainData(args, components)
-        self.data.attend(partial(in_place, list(self.seams())), self.begin_epoch, self.end_step, self.end_epoch)
+        self.data = TrainData(self)
         self.state = State(args, components, host.HAS_TASKS)
         self.training = Training(components, self._build_loss, self.data, self.state)
         for component in components:
@@ -64,9 +63,8 @@ class Run:
     def seams(self) -> Iterator[tuple[Seam, Any]]:
         """Every seam of the run with its owner."""
         yield from ((seam, self) for seam in self.host.SEAMS)
-        events = hosts.events().items() if self.components else ()
-        yield from ((seam, self) for hook, seam in events if any(one.answers(hook) for one in self.components))
-        yield from ((seam, component) for component in self.components for seam in component.seams)
+        if self.components:
+            yield from self.events.seams()
 
     def prepare(self, until: ExitStack) -> None:
         """Let components take what the run needs for itself until `until` ends, before anything is read or written."""
@@ -82,9 +80,7 @@ class Run:
                 component.reference_built(model)
             return model, *transforms
         self.training.model = model
-        for component in self.components:
-            component.wrap_model(model)
-        self.adds_losses = add_losses(model, self.components)
+        self.adds_losses = bool(self.components) and self.events.wrap_model(model)
         if self.args.uses_ext_loss:
             self._prepare_temperature(model)
         for component in self.components:
@@ -114,7 +110,8 @@ class Run:
         """
         inner = getattr(optimizer, "_base_optimizer", optimizer)  # timm's Lookahead calls no hooks of its own
         self.training.optimizer = inner
-        regroup(inner, model, self.components)
+        if self.components:
+            self.events.regroup(inner, model)
         if trains_logit_scale(self.args):
             schedule = self.args.lr_tau, self.args.lr_tau_scheduler, self.args.lr
             self.temperature = TemperatureGroup(inner, model.logit_scale, *schedule)
@@ -146,15 +143,14 @@ class Run:
     # Loss
 
     def create_loss(self, original: Callable, args: Namespace) -> Any:
-        if self.args.uses_ext_loss:
-            return TrainingLoss(self.loss_of, self.adds_losses)
-        return TrainingLoss(original(args), True) if self.adds_losses else original(args)
+        losses = self.loss_of if self.args.uses_ext_loss else original(args)
+        return self.events.with_added(losses) if self.adds_losses else losses
 
-    def loss_of(self, output_dict: bool = True, **output: Any) -> LossItems:
+    def loss_of(self, output_dict: bool, **output: Any) -> LossItems:
         """This package's loss of a model's output for the batches since the last step."""
         loss = self.training.loss
         assert loss is not None
-        value = loss(**output, **self.data.of_last_step(), output_dict=True)["contrastive_loss"]
+        value = loss(**output, **self.data.loader.latest(), output_dict=True)["contrastive_loss"]
         return LossItems(value, loss.value_name, self._diagnostics)
 
     def _diagnostics(self) -> dict[str, Tensor]:
@@ -164,9 +160,7 @@ class Run:
         return loss.diagnostics()
 
     def _build_loss(self) -> Loss:
-        args = self.args
-        batch = args.batch_size * args.accum_freq * args.world_size
-        return build_loss(args, self.data.num_rows, args.device, self.data.samples_per_epoch, batch)
+        return build_loss(self.args, self.data.num_rows, self.args.device, self.data.samples_per_epoch)
 
     # Epochs
 

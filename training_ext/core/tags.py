@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from training_ext.core.patching import StandIn
+
 SEPARATOR = "\x1f"
 ROW = "row"
 """Name of the sample's row in the data set."""
@@ -53,8 +55,10 @@ class Tags:
         return tokens[:, : tokens.shape[1] - len(self.names)].contiguous(), numbers
 
 
-class TagsTokenizer:
+class TagsTokenizer(StandIn):
     """OpenCLIP's tokenizer for texts with these numbers, which it appends to the tokens of a caption; (1, L + n)."""
+
+    stands_for = "tokenizer"
 
     def __init__(self, tokenizer: Any, tags: Tags):
         self.tokenizer = tokenizer
@@ -63,8 +67,3 @@ class TagsTokenizer:
     def __call__(self, text: str, **options: Any) -> Tensor:
         numbers, caption = self.tags.split(text)
         return self.tags.append(self.tokenizer(caption, **options)[0], *numbers)[None]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # while a copy or a pickle is being made
-            raise AttributeError(name)
-        return getattr(vars(self)["tokenizer"], name)

@@ -11,18 +11,16 @@ from bisect import bisect
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice, repeat
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from open_clip_train.data import SharedEpoch
 
 from open_clip_ext.errors import InputError
-from training_ext.data.seeding import CAPTION, seed_of
+from training_ext.data.seeding import CAPTION, SharedEpoch, seed_of
+from training_ext.data.tables import is_empty
 from training_ext.data.tars import fields_of
-
-FIRST = 1000  # captions by which the share that is longer than the context is estimated
 
 
 def drawn(
@@ -34,35 +32,6 @@ def drawn(
         return captions[number % len(captions)]
     sums = list(accumulate(weights))
     return captions[bisect(sums, number / 2**63 * sums[-1], hi=len(sums) - 1)]
-
-
-def is_empty(cell: Any) -> bool:
-    """Whether a cell of a csv is empty or white space."""
-    return not cell.strip() if isinstance(cell, str) else bool(pd.isna(cell))
-
-
-@dataclass(frozen=True)
-class SeenCaptions:
-    """Captions of the train data that are read before the start, without empty ones.
-
-    Args:
-        first: the first of them, at most `FIRST`.
-        repeated: how many of all that were read another pair has, too.
-        where: all that were read, in words.
-    """
-
-    first: list[str]
-    repeated: int
-    where: str
-
-
-def see(captions: pd.Series, images: pd.Series | None, where: str) -> SeenCaptions:
-    """The captions that were read, of these images if a caption may stand beside others of its image."""
-    non_empty = captions[~captions.map(is_empty)]
-    examples = [str(caption) for caption in islice(non_empty, FIRST)]
-    if images is not None:
-        non_empty = non_empty[~pd.DataFrame({0: non_empty, 1: images}).duplicated()]
-    return SeenCaptions(examples, int(non_empty.duplicated(keep=False).sum()), where.format(len(non_empty)))
 
 
 class Pictures:
@@ -190,7 +159,7 @@ class JsonCaptions:
 
 def captions_of_samples(args: Namespace, epoch: SharedEpoch | None = None) -> JsonCaptions | None:
     """The `JsonCaptions` of the command line, by default for epoch 0; None if captions are in .txt."""
-    epoch = epoch or SharedEpoch()
+    epoch = epoch or SharedEpoch(args.workers)
     if field := getattr(args, "captions_field", None):
         return JsonCaptions(field, args.seed, epoch)
     if key := getattr(args, "json_text_key", None):  # of OpenCLIP 4

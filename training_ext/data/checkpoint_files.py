@@ -1,5 +1,6 @@
 """The checkpoint files of a run's folder: at the end of an epoch and within one, and the one that `--resume` means."""
 
+import logging
 import os
 import re
 import shutil
@@ -68,13 +69,20 @@ def newest_numbered(folder: str) -> str | None:
     )
 
 
-def remove_older(path: str) -> None:
-    """Remove the mid-epoch checkpoints beside a newer checkpoint at `path`."""
+def remove_older(path: str) -> list[str]:
+    """Remove the mid-epoch checkpoints beside a newer checkpoint at `path`, and return their names."""
     folder, newer = os.path.split(path)
-    for name in os.listdir(folder):
-        if PATTERN.fullmatch(name) and name != newer:
-            os.remove(os.path.join(folder, name))
+    older = [name for name in os.listdir(folder) if PATTERN.fullmatch(name) and name != newer]
+    for name in older:
+        os.remove(os.path.join(folder, name))
     remove_folders(folder)
+    return older
+
+
+def replace_older(path: str) -> None:
+    """Remove them, and log the checkpoint of the epoch that has taken their place."""
+    if older := remove_older(path):
+        logging.info(f"Saved after the epoch: {path}, in place of {', '.join(older)}")
 
 
 def remove_folders(folder: str) -> None:

@@ -1,4 +1,4 @@
-"""Check the first samples before a run starts: refuse data in which none of them is usable."""
+"""Check the first samples of shards before a run starts: refuse data in which none of them is usable."""
 
 import io
 import tarfile
@@ -10,15 +10,15 @@ from itertools import islice
 import pandas as pd
 from PIL import Image
 
-from open_clip_ext.errors import InputError
-from training_ext.data.captions import JsonCaptions, SeenCaptions, see
+from open_clip_ext.errors import InputError, reason_of
+from training_ext.data.captions import JsonCaptions
 from training_ext.data.images import COMPARED, spread, warn_of_images
-from training_ext.data.pair_folders import place_of
+from training_ext.data.seen_captions import SeenCaptions, see
 from training_ext.data.shards import local_path
-from training_ext.data.tars import headers_of_samples, one_line, read_samples
+from training_ext.data.tars import headers_of_samples, read_samples
 from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
 
-LOOKED_AT = 100  # at most: shards, samples per shard, lines of a csv
+LOOKED_AT = 100  # at most: shards, samples per shard
 SHARDS, PASSED = 20, 2000  # over which the images that are looked at are spread: shards, and samples in all of these
 
 
@@ -55,7 +55,7 @@ def look_at_shards(
         except InputError:
             raise
         except Exception as error:  # such shards are skipped and counted in the run; find_shards refuses what must be
-            reasons[f"{url!r} cannot be read: {one_line(error)}"] += 1
+            reasons[f"{url!r} cannot be read: {reason_of(error)}"] += 1
     if reasons:
         (example, _), *_ = reasons.items()
         raise InputError(f"none of the first {reasons.total()} samples can be used, as {example}", flag)
@@ -89,7 +89,7 @@ def _reason(sample: dict, missing: str) -> str | None:
             return f"a caption .{text} is empty"
         Image.open(io.BytesIO(sample[image_suffixes[0]])).load()
     except Exception as error:  # image libraries may raise anything
-        return f"a .{image_suffixes[0]} or .{text} cannot be decoded ({one_line(error)})"
+        return f"a .{image_suffixes[0]} or .{text} cannot be decoded ({reason_of(error)})"
     return None
 
 
@@ -120,23 +120,3 @@ def _spread_samples(url: str, passed: int, number: int) -> Iterator[dict]:
                     file.seek(sample[name].offset_data)
                     sample[name] = file.read(sample[name].size)
             yield sample
-
-
-def look_at_lines(table: pd.DataFrame, image_key: str, path: str, flag: str = "--train-data") -> None:
-    """Open the first images of a csv up to the first readable one, and warn of some.
-
-    Raises:
-        InputError: none of them can be read.
-    """
-    first_problem = None
-    images = table[image_key].dropna()
-    first_images = images.head(LOOKED_AT)
-    for row, image in first_images.items():
-        try:
-            Image.open(str(image)).load()
-            warn_of_images(((str(image), str(image)) for image in spread(images.tolist())), flag)
-            return
-        except Exception as error:
-            first_problem = first_problem or f"{place_of(path, row)} names {str(image)!r}: {one_line(error)}"
-    if first_problem is not None:
-        raise InputError(f"none of the first {len(first_images)} images of {path!r} can be read; {first_problem}", flag)

@@ -1,11 +1,14 @@
 """The metrics of OpenCLIP's evaluation: their names, which of two values is better, and a fraction's standard error."""
 
 import math
+import re
 from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
 from open_clip_ext.retrieval import ANY_CAPTION, NUM_IMAGES, SIDES, VALIDATION
+from training_ext.core.epoch import Epoch
+from training_ext.core.plan import Plan
 from training_ext.data.rows import kind_of
 
 # Of the user's own classes, with DataComp's names for them; and the number of images.
@@ -14,6 +17,7 @@ OWN_IMAGES = "zeroshot-data-images"
 SCENES = "shapes-zeroshot-top1"
 COUNTS = ("epoch", "num_samples", OWN_IMAGES, NUM_IMAGES)
 IMAGENET = ("imagenet-zeroshot-val-top1", "imagenet-zeroshot-val-top5")
+RECALL = re.compile(r"_R@(\d+)$")
 IMAGENET_V2 = ("imagenetv2-zeroshot-val-top1", "imagenetv2-zeroshot-val-top5")
 
 
@@ -41,6 +45,12 @@ def evaluated_metrics(args: Namespace, components: Iterable[Any], epoch: int | N
     return open_clip_metrics(args, epoch) + (added if is_due(args, epoch) else [])
 
 
+def saves_before_evaluation(plan: Plan, components: Iterable[Any], epoch: Epoch) -> bool:
+    """Whether an epoch's checkpoint is needed before its evaluation, which may fail; OpenCLIP saves after it."""
+    done = epoch.number + 1
+    return epoch.is_training and plan.saves_after(done) and bool(evaluated_metrics(plan.args, components, done))
+
+
 def smaller_is_better(metric: str) -> bool:
     return metric.endswith(("loss", "rank"))
 
@@ -64,6 +74,24 @@ def standard_error(share: float, items: int) -> float:
     """Standard error of a fraction of `items`, with one more success and failure so that it is not zero at 0 or 1."""
     share = (share * items + 1) / (items + 2)
     return math.sqrt(share * (1 - share) / items)
+
+
+def uncertainty(metric: str, metrics: dict[str, Any]) -> tuple[float, float] | None:
+    """The standard error of a recall, and its value by chance; None for other metrics."""
+    recall, value = RECALL.search(metric), metrics.get(metric)
+    pairs = metrics.get(NUM_IMAGES if metric in ANY_CAPTION else "num_samples")
+    if recall is None or value is None or not pairs:
+        return None
+    return standard_error(value, metrics.get(NUM_IMAGES, pairs)), min(1.0, int(recall[1]) / pairs)
+
+
+def recalls(metrics: dict[str, Any]) -> str:
+    """The recalls at 1 as a sentence, with any caption of an image as right where it has several; "" without any."""
+    recall = "any_R@1" if NUM_IMAGES in metrics else "R@1"
+    found = {side: uncertainty(f"{side}_{recall}", metrics) for side in SIDES}
+    values = [f"{side} {metrics[f'{side}_{recall}']:.3f} ± {one[0]:.3f}" for side, one in found.items() if one]
+    chance = next((one[1] for one in found.values() if one), None)
+    return "" if chance is None else f"{recall} {', '.join(values)}, chance {chance:.2g}"
 
 
 def ranks_at_chance(metrics: dict[str, Any]) -> str:

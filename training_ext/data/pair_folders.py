@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import pandas as pd
 from tqdm import tqdm
 
-from open_clip_ext.errors import InputError
 from training_ext.core.plan import world_info
 from training_ext.data.folder_files import CAPTIONS, IMAGES, LeftOut, describe_left_out, find_files
 from training_ext.openclip.loading import warn_once
@@ -30,11 +29,6 @@ class FolderPairs:
     def told(self) -> str:
         """What is left out, with an example of each reason; "" if nothing is."""
         return describe_left_out(self.left_out)
-
-
-def is_folder(path: str | None, dataset_type: str) -> bool:
-    """Whether `--dataset-type` and the path of the data mean such a folder."""
-    return dataset_type == "folder" or (dataset_type == "auto" and os.path.isdir(path or ""))
 
 
 def find_pairs(folder: str, flag: str | None = None) -> FolderPairs:
@@ -82,13 +76,3 @@ def read_folder(folder: str, image_key: str, caption_key: str) -> pd.DataFrame:
         warn_once(f"Left out of {folder!r}: {folder_pairs.told()}")
     lines = [(path, caption) for path, captions in folder_pairs.pairs for caption in captions]
     return pd.DataFrame(lines, columns=[image_key, caption_key], dtype=object)
-
-
-def place_of(path: str, row: int) -> str:
-    """A row of a csv, whose first line is its header, or of a folder, in words."""
-    return f"pair {row + 1} of {path!r}" if os.path.isdir(path) else f"line {row + 2} of {path!r}"
-
-
-def unusable_line(path: str, row: int, why: str) -> InputError:
-    """The error of a row of validation data, all of which metrics must cover."""
-    return InputError(f"{place_of(path, row)} cannot be used: {why}; repair or remove it", "--val-data")

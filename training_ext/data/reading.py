@@ -12,11 +12,12 @@ from torch.utils.data import Dataset
 from training_ext.core.patching import replaced
 from training_ext.core.rows import pair_of
 from training_ext.core.tags import ROW, Tags
-from training_ext.data.captions import captions_of_samples, draw_from_lines, is_empty
-from training_ext.data.keys import read_table
+from training_ext.data.captions import captions_of_samples, draw_from_lines
 from training_ext.data.scenes import shapes_dataset
+from training_ext.data.seeding import SharedEpoch
 from training_ext.data.shard_rows import rows_of_shards
 from training_ext.data.shards import Shards
+from training_ext.data.tables import is_empty, read_table
 from training_ext.data.tars import decode_pairs
 
 Report = Callable[[str], object]
@@ -44,7 +45,7 @@ def source_of(
         with replaced({("open_clip_train.data", "pd.read_csv"): partial(read_table, args)}):  # as in the training
             csv = open_clip_data.CsvDataset(args.train_data, transform, **columns, tokenizer=tokenizer)
         if getattr(args, "several_captions", None):
-            draw_from_lines(csv, args.seed, open_clip_data.SharedEpoch())
+            draw_from_lines(csv, args.seed, SharedEpoch(args.workers))
         return partial(_read, partial(_line, csv))
     if kind == "shapes":
         dataset: Dataset = shapes_dataset(args, True)(transform, image_size, tokenizer=tokenizer)

@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from open_clip_ext.data import Scenes
+from open_clip_ext.errors import InputError
 from training_ext.core import hosts
 
 HELD_OUT_SCENES = 1 << 40  # first row of the validation scenes, beyond any training set
@@ -18,6 +19,29 @@ class HostScenes(Scenes):
     def __getitem__(self, i: int) -> Any:
         image, tokens = super().__getitem__(i)
         return {"image": image, "text": tokens} if hosts.installed().HAS_TASKS else (image, tokens)
+
+
+def set_paths(args: Namespace) -> None:
+    """Give generated scenes paths, which they have none of, since OpenCLIP trains and evaluates only with a path.
+
+    Raises:
+        InputError: a path is given, or a number of scenes is missing or out of range.
+    """
+    args.shapes_seed = getattr(args, "shapes_seed", None) or 0
+    args.shapes_shifted = getattr(args, "shapes_shifted", None) or False
+    if args.train_num_samples is None and args.val_num_samples is None:
+        raise InputError("--dataset-type shapes needs a number of scenes", "--train-num-samples")
+    for split in ("train", "val"):
+        path, scenes = getattr(args, f"{split}_data"), getattr(args, f"{split}_num_samples")
+        if path is not None:
+            raise InputError(
+                f"{path!r} with --dataset-type shapes, which draws its scenes; leave it out and give "
+                f"--{split}-num-samples",
+                f"--{split}-data",
+            )
+        if scenes is not None and not 1 <= scenes <= HELD_OUT_SCENES:
+            raise InputError(f"{scenes} scenes; give from 1 to {HELD_OUT_SCENES}", f"--{split}-num-samples")
+        setattr(args, f"{split}_data", "shapes" if scenes else None)
 
 
 def shapes_dataset(args: Namespace, is_train: bool) -> Callable[..., Dataset]:

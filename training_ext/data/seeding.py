@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import get_worker_info
 
 # The first number after the seed tells the uses apart, so that no two draw the same numbers.
@@ -41,6 +42,25 @@ def seed_host(seed: int, *coordinates: int) -> None:
 def worker_id() -> int:
     info = get_worker_info()
     return 0 if info is None else info.id
+
+
+def shared_zeros(workers: int, *size: int) -> Tensor:
+    """Integers that this process shares with loader workers; without workers they need no /dev/shm."""
+    zeros = torch.zeros(size, dtype=torch.int64)
+    return zeros.share_memory_() if workers else zeros
+
+
+class SharedEpoch:
+    """As OpenCLIP's SharedEpoch, which needs /dev/shm without workers, too."""
+
+    def __init__(self, workers: int):
+        self._epoch = shared_zeros(workers)
+
+    def set_value(self, epoch: int) -> None:
+        self._epoch.fill_(epoch)
+
+    def get_value(self) -> int:
+        return int(self._epoch)
 
 
 @contextmanager

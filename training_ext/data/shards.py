@@ -20,9 +20,8 @@ from open_clip_train.data import expand_urls
 from tqdm import tqdm
 from webdataset.gopen import rewrite_url
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, reason_of
 from training_ext.data.shard_scan import scan_all, scanned_before
-from training_ext.data.tars import one_line
 
 _CHECKED_SAMPLES = 20_000  # up to which recorded sizes are checked by counting, in a second or two
 _NAMED = 3  # shards in a message
@@ -214,7 +213,7 @@ def _why_missing(url: str) -> str | None:
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:
-        return one_line(error) + ("; * is not expanded, {000..009} is" if "*" in path else "")
+        return reason_of(error) + ("; * is not expanded, {000..009} is" if "*" in path else "")
     if not stat.S_ISREG(status.st_mode):
         return "not a regular file"
     return None if os.access(path, os.R_OK) else "no permission to read it"
@@ -237,7 +236,7 @@ def shard_urls(data: str, flag: str = "--train-data") -> list[str]:
     try:
         urls = expand_urls(data or "")[0]
     except (ValueError, AssertionError) as err:  # unbalanced braces; a ${NAME} without WDS_NAME
-        raise InputError(f"{data!r} cannot be expanded: {one_line(err)}", flag) from err
+        raise InputError(f"{data!r} cannot be expanded: {reason_of(err)}", flag) from err
     if not urls or "" in urls:
         raise InputError(f"{data!r} names no shard or an empty one; give tar files", flag)
     return list(dict.fromkeys(urls))
@@ -263,9 +262,9 @@ def _read_sizes(path: str, flag: str) -> dict:
         with open(path, encoding="utf-8-sig") as file:
             sizes = json.load(file)
     except OSError as err:
-        raise InputError(f"{path!r} cannot be read: {one_line(err)}", flag) from err
+        raise InputError(f"{path!r} cannot be read: {reason_of(err)}", flag) from err
     except (ValueError, RecursionError) as err:
-        raise InputError(f"{path!r} is not valid JSON: {one_line(err)}", flag) from err
+        raise InputError(f"{path!r} is not valid JSON: {reason_of(err)}", flag) from err
     if not isinstance(sizes, dict):
         raise InputError(f'{path!r} must be a JSON object such as {{"00000.tar": 10000}}', flag)
     return sizes

@@ -18,6 +18,7 @@ from open_clip_train.data import group_by_keys_nothrow
 from webdataset.gopen import gopen
 from webdataset.tariterators import tar_file_iterator
 
+from open_clip_ext.errors import reason_of
 from training_ext.openclip.loading import PAIR_MEMBERS, suffixes_of
 
 _SKIP_META = inspect.signature(tar_file_iterator).parameters["skip_meta"].default
@@ -152,7 +153,7 @@ def scan(path: str) -> Contents:
     for sample in group_by_keys_nothrow(_lengths(path, errors)):
         samples += 1
         keys.add(sample["__key__"])
-    return Contents(samples, keys.value(), one_line(errors[0]) if errors else None)
+    return Contents(samples, keys.value(), reason_of(errors[0]) if errors else None)
 
 
 def _lengths(path: str, errors: list[Exception]) -> Iterator[dict]:
@@ -188,7 +189,7 @@ def fields_of(sample: dict) -> dict[str, Any]:
     try:
         fields = json.loads(sample["json"])
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"a .json that cannot be read: {one_line(error)}") from None
+        raise ValueError(f"a .json that cannot be read: {reason_of(error)}") from None
     if not isinstance(fields, dict):
         raise ValueError("a .json that is no object with fields")
     return fields
@@ -200,10 +201,3 @@ def decode_pairs(decode: Callable) -> Callable:
     webdataset itself decodes every member by its suffix, and unpickles `.pyd`, `.pickle` and `.pth`, compressed or not.
     """
     return partial(decode, only=PAIR_MEMBERS)
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's message on one line, without the number and the path of an OSError."""
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    text = re.sub(r" ?<_io\.BytesIO object at \w+>", "", text)  # Pillow's name of an image in memory
-    return " ".join(text.split())[:200] or type(error).__name__

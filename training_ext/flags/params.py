@@ -4,7 +4,7 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from open_clip_train import params
 
@@ -16,9 +16,18 @@ from training_ext.core.component import Component, choose, names_of, registry
 from training_ext.core.flags import NEEDS_LOSS, add_option, settle
 from training_ext.core.patching import replaced
 from training_ext.core.plan import world_info
-from training_ext.flags import recipes
-from training_ext.flags.loss_help import PART_HELP, columns, default_texts, loss_help
 from training_ext.openclip.hosts import complete
+
+if TYPE_CHECKING:
+    from training_ext.flags.recipes import Recipe
+
+PART_HELP = {
+    "normalizer": "estimator of the normalizers",
+    "temperature": "temperature scheme",
+    "surrogate": "function of a negative's similarity gap",
+    "encoder_objective": "objective of the encoders",
+}
+FIRST_SCREENS = ("the run", "data", "evaluation")  # topics of components that --help shows
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,22 +57,11 @@ class Parser(argparse.ArgumentParser):
         self._add_ours()
         self._topics["openclip"] = [self._optionals]
         self._ours = self._actions[theirs:]
-        words, topic = without_help(args)
-        on_command_line = self._given(words)
-        for name, listing in (("list_losses", list_losses), ("list_recipes", recipes.listing)):
-            if name in on_command_line:
-                print(listing())
-                self.exit(0)
-        recipe = recipes.find(on_command_line["recipe"]) if "recipe" in on_command_line else None
-        from_recipe = [] if recipe is None else self._of_recipe(recipe, on_command_line.get("loss"))
-        if topic is not None:
-            settings = self._given([*from_recipe, *words])
-            if "loss" in settings:
-                check_given(settings)
-                print(loss_help(settings))
-            else:
-                print(self._help_on(topic))
-            self.exit(0)
+        return self._parse(args, namespace)
+
+    def _parse(self, args: Sequence[str], namespace: argparse.Namespace | None) -> argparse.Namespace:
+        on_command_line = self._given(args)
+        recipe, from_recipe = self._of_recipe(on_command_line)
         parsed, unknown = self._parse_known([*from_recipe, *args], namespace)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
@@ -79,36 +77,6 @@ class Parser(argparse.ArgumentParser):
         parsed.recipe_flags = parsed.given_flags - on_command_line.keys()
         return parsed
 
-    def _help_on(self, topic: str) -> str:
-        """The flags of one topic, or of "" or "all".
-
-        Raises:
-            InputError: there is no such topic.
-        """
-        if topic not in (*self._topics, "all"):
-            topics = [name for name in (*self._topics, "all") if name]
-            self.error(f"--help: no topic is called {topic!r}{did_you_mean(topic, topics, 'see --help')}")
-        formatter = self._get_formatter()
-        if topic in ("", "all"):
-            formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
-            formatter.add_text(self.description)
-        for group in sum(self._topics.values(), []) if topic == "all" else self._topics[topic]:
-            formatter.start_section(group.title)
-            formatter.add_arguments(group._group_actions)
-            formatter.end_section()
-        if topic:
-            return formatter.format_help().rstrip()
-        rows = [("--loss NAME --help", "the flags of one loss, with the values that it would use")]
-        for name, about in {"losses": "the flags of all losses", "openclip": self._optionals.title}.items():
-            rows.append((f"--help {name}", f"{about}, such as {', '.join(MOST_USED[name])}"))
-        for name, groups in self._topics.items():
-            if name not in ("", *MOST_USED):
-                flags = (action.option_strings[0] for action in groups[0]._group_actions)
-                rows.append((f"--help {name}", " ".join(flags)))
-        rows.append(("--help all", "everything"))
-        lines = columns([(f"  {words}", text) for words, text in rows], 28)
-        return "\n".join([formatter.format_help(), "more help:", *lines])
-
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """What argparse takes an abbreviation for: OpenCLIP's flags alone, so that it means what it means there."""
         return [match for match in super()._get_option_tuples(option_string) if match[0] not in self._ours]
@@ -123,12 +91,14 @@ class Parser(argparse.ArgumentParser):
         except (ValueError, SyntaxError) as error:  # OpenCLIP's action for pairs
             self.error(f"--aug-cfg: must be NAME=VALUE, such as scale=(0.9,1.0); {error}")
 
-    def _of_recipe(self, recipe: recipes.Recipe, loss: str | None) -> list[str]:
-        """The recipe's arguments, to be put before those of the command line, which override them.
+    def _of_recipe(self, on_command_line: dict[str, Any]) -> "tuple[Recipe | None, list[str]]":
+        """The recipe, and its arguments, to be put before those of the command line, which override them."""
+        if "recipe" not in on_command_line:
+            return None, []
+        from training_ext.flags import recipes
 
-        Args:
-            loss: that of the command line; another one than the recipe's has settings of its own.
-        """
+        recipe, loss = recipes.find(on_command_line["recipe"]), on_command_line.get("loss")
+        # Another loss than the recipe's has settings of its own.
         recipe_loss = recipe.flags.get("loss")
         if loss and recipe_loss and factory.find_preset(loss).name != factory.find_preset(str(recipe_loss)).name:
             own_settings = factory.setting_names()
@@ -139,7 +109,7 @@ class Parser(argparse.ArgumentParser):
             self._parse_known(arguments)
         except InputError as error:
             raise InputError(f"{recipe.name!r}: {error}", "--recipe") from None
-        return arguments
+        return recipe, arguments
 
     def _given(self, args: Sequence[str]) -> dict[str, Any]:
         """The flags given in the arguments, by name; a value equal to its default counts, too."""
@@ -151,6 +121,10 @@ class Parser(argparse.ArgumentParser):
         finally:
             for action, default in defaults:
                 action.default = default
+
+    def notes(self) -> dict[str, str]:
+        """Ends of the help on options of losses, by name."""
+        return {}
 
     def _add_ours(self) -> None:
         groups: dict[str, argparse._ArgumentGroup] = {}
@@ -194,32 +168,14 @@ class Parser(argparse.ArgumentParser):
             action="store_true",
             help="show Python's traceback besides the line that an error before the first step ends with",
         )
-        notes = default_texts()
+        left, notes = {option.name for option in factory.all_options()}, self.notes()
         for part, base in (factory.PART_CLASSES | {"encoder_objective": Loss}).items():
             names, group = ", ".join(factory.PARTS[part]), under(PART_HELP[part], "losses")
             group.add_argument(flag_of(part), metavar="PART", help=f"instead of the loss's own: {names}")
             for option in factory.options_of(cls for cls in factory.all_parts() if issubclass(cls, base)):
-                if option.name in notes:
-                    add_option(group, option, notes.pop(option.name))
-
-
-FIRST_SCREENS = ("the run", "data", "evaluation")  # topics of components that --help shows
-# Flags that --help names of the topics that it does not show.
-MOST_USED = {
-    "losses": ("--rho", "--lr-tau", "--normalizer"),
-    "openclip": ("--train-data", "--model", "--batch-size", "--lr", "--epochs", "--precision", "--accum-freq"),
-}
-
-
-def without_help(args: Sequence[str]) -> tuple[list[str], str | None]:
-    """The arguments without --help and the topic after it; the topic, "" without one, None without --help."""
-    words = list(args)
-    topic = None
-    for index in sorted((index for index, word in enumerate(words) if word in ("-h", "--help")), reverse=True):
-        has_topic = index + 1 < len(words) and not words[index + 1].startswith("-")
-        topic = words.pop(index + 1) if has_topic else ""
-        del words[index]
-    return words, topic
+                if option.name in left:
+                    left.remove(option.name)
+                    add_option(group, option, notes.get(option.name, ""))
 
 
 # Flags of FastCLIP's code, by what to give instead; for others the closest name is.
@@ -230,11 +186,6 @@ FASTCLIP = {
     "--temperature_scheme": "give --loss: global_constant is fastclip-v1, individual_learnable fastclip-v2, "
     "global_learnable fastclip-v3",
 }
-
-
-def list_losses() -> str:
-    losses = factory.list_losses()
-    return "\n".join(f"{preset.name:16} {preset.summary}\n{'':16} {preset.paper}" for preset in losses)
 
 
 MOST_EPOCHS = 10**6
@@ -248,7 +199,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     Raises:
         InputError: a wrong flag or value, a flag that the loss does not use, an unknown loss.
     """
-    with replaced({("open_clip_train.params", "argparse.ArgumentParser"): Parser}):
+    parser = Parser
+    if {"-h", "--help", "--list-losses", "--list-recipes"} & {*argv}:
+        from training_ext.flags.help import HelpParser
+
+        parser = HelpParser
+    with replaced({("open_clip_train.params", "argparse.ArgumentParser"): parser}):
         try:
             args = params.parse_args(argv)
         except InputError:

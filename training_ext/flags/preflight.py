@@ -13,22 +13,14 @@ from open_clip_ext.losses import Loss
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.row_state import bytes_per_row
+from training_ext.core.loss import build_loss
 from training_ext.core.plan import global_batch, trains, world_info
 from training_ext.core.run import Run
 from training_ext.data import row_folders
 from training_ext.data.checkpoint_files import bring_up_to_date, resumed_path
-from training_ext.data.loss import build_loss, samples_per_epoch
+from training_ext.data.epochs import check_steps, samples_per_epoch
 from training_ext.data.metrics import evaluated_metrics
 from training_ext.data.rows import check_usable, find_rows
-from training_ext.data.scenes import HELD_OUT_SCENES
-from training_ext.flags.data_checks import (
-    check_imagenet,
-    check_num_samples,
-    check_shards,
-    check_size_known,
-    check_steps,
-    check_val_data,
-)
 from training_ext.flags.resumed import check_folder, find_resumed
 from training_ext.flags.rules import check_rules
 from training_ext.flags.trial import try_start
@@ -59,8 +51,8 @@ def check(run: Run) -> None:
     needs_rows = trains(args) and (args.uses_ext_loss or args.epochs_before > 0)
     if rank == 0:
         check_first(run, needs_rows)
-    elif not counts_rows(run):
-        return
+    elif not any(component.counts_rows for component in run.components):
+        return  # OpenCLIP and the core find out what the data are as they build them
     elif local_rank == 0 and needs_rows:  # another machine may have other data; `processes_alike` compares them
         run.data.rows = find_rows(args)
     elif local_rank == 0 and trains(args):
@@ -73,17 +65,21 @@ def check_first(run: Run, needs_rows: bool) -> None:
     # Quick checks come before the scan of shards.
     loss, resumed = check_flags(run)
     check_device(args)
-    check_imagenet(args)
     if not trains(args):
         resumed = None
-    if args.val_data and args.dataset_type != "shapes":
-        check_val_data(args)
-    if trains(args) and counts_rows(run):
+    if args.val_data or args.imagenet_val:
+        from training_ext.flags import val_data
+
+        val_data.check_imagenet(args)
+        val_data.check(args)
+    if trains(args) and any(component.counts_rows for component in run.components):
         processes = world_info()[2]
-        check_size_known(args)
         rows = find_rows(args)
-        check_shards(args, rows, processes)
-        check_num_samples(args, rows)
+        if rows.kind == "webdataset":
+            from training_ext.data import counting
+
+            counting.check_loaders(args, rows, processes)
+            counting.check_num_samples(args, rows)
         check_steps(args, rows.kind, samples_per_epoch(args, rows), processes)
         if loss is not None:
             check_memory(args, loss, rows.num_rows, processes)
@@ -96,11 +92,6 @@ def check_first(run: Run, needs_rows: bool) -> None:
         if entry is not None:
             row_folders.check(path, row_folders.rows_folder_of(entry), entry["state"], "--resume")
     bring_up_to_date(args)
-
-
-def counts_rows(run: Run) -> bool:
-    """Whether rows are counted here; otherwise OpenCLIP and the core find out what the data are as they build them."""
-    return any(component.name == "counted_rows" for component in run.components)
 
 
 def check_open_clips_own(run: Run) -> None:
@@ -144,24 +135,11 @@ def check_flags(run: Run) -> tuple[Loss | None, tuple[str, dict | None] | None]:
 
 
 def prepare_shapes(args: Namespace) -> None:
-    """Set the paths of generated scenes, which have none, since OpenCLIP trains and evaluates only with a path."""
-    if args.dataset_type != "shapes":
-        return
-    args.shapes_seed = getattr(args, "shapes_seed", None) or 0
-    args.shapes_shifted = getattr(args, "shapes_shifted", None) or False
-    if args.train_num_samples is None and args.val_num_samples is None:
-        raise InputError("--dataset-type shapes needs a number of scenes", "--train-num-samples")
-    for split in ("train", "val"):
-        path, scenes = getattr(args, f"{split}_data"), getattr(args, f"{split}_num_samples")
-        if path is not None:
-            raise InputError(
-                f"{path!r} with --dataset-type shapes, which draws its scenes; leave it out and give "
-                f"--{split}-num-samples",
-                f"--{split}-data",
-            )
-        if scenes is not None and not 1 <= scenes <= HELD_OUT_SCENES:
-            raise InputError(f"{scenes} scenes; give from 1 to {HELD_OUT_SCENES}", f"--{split}-num-samples")
-        setattr(args, f"{split}_data", "shapes" if scenes else None)
+    """Set the paths of generated scenes, if the data are these."""
+    if args.dataset_type == "shapes":
+        from training_ext.data.scenes import set_paths
+
+        set_paths(args)
 
 
 def check_experiment(args: Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Recipes: the flags of a training as defaults, which the command line overrides; published ones, and one of each run.
+"""Recipes: the flags of a training as defaults, which the command line overrides; published ones, and the user's.
 
 A recipe is a YAML mapping, one of those in `published` or the user's own:
 
@@ -20,31 +20,19 @@ import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-import open_clip_ext
-from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
-from open_clip_ext.files import whole_file
 from open_clip_ext.options import flag_of
-from training_ext.core.plan import global_batch
+from training_ext.flags.run_recipe import RECIPE
 
 PUBLISHED = Path(__file__).parent / "published"
-RECIPE = "recipe.yaml"  # in the run's folder
 NOT_IN_A_RECIPE = ("help", "list_losses", "list_recipes", "recipe", "dry_run", "seams")
-# Entries of the namespace that are not flags.
-NOT_FLAGS = frozenset(
-    {"given_flags", "recipe_flags", "given_settings", "uses_ext_loss", "epochs_before", "loss_epochs", "absent_flags"}
-)
-# These belong to one run or machine.
-OF_ONE_RUN = frozenset(
-    {"recipe", "dry_run", "seams", "traceback", "name", "logs", "resume", "osr_save", "dist_url", "dist_backend",
-     "batch_size"}
-)  # fmt: skip
+# Of a training's start; a checkpoint has what they lead to.
+OF_A_START = ("tau_init", "tau_start", "pretrained")
 
 
 @dataclass(frozen=True)
@@ -85,8 +73,22 @@ class Recipe:
             )
         return self.global_batch_size // parts
 
+    def changes(self, recipe: Mapping[str, Any], args: Namespace) -> str:
+        """What `recipe`, of a run that resumes this one, changes: "--rho 3 -> 4, --wd 0.2 -> 0.5"; "" if nothing.
 
-# Reading
+        A flag that this one does not name had no value, or a default of another version.
+        """
+        old = {"global_batch_size": self.global_batch_size, **self.flags}
+        new = {"global_batch_size": recipe["global_batch_size"], **recipe["flags"]}
+        flag_names = vars(args).keys() - args.absent_flags | {"global_batch_size"}
+        changed = []
+        for name in {**old, **new}:
+            value, now = old.get(name), new.get(name)
+            if name in flag_names and (name in old or name in args.given_flags) and _plain(value) != _plain(now):
+                unused = " (of a start, not used)" if name.startswith(OF_A_START) else ""
+                changed.append(f"{flag_of(name)} {_value_text(value)} -> {_value_text(now)}{unused}")
+        return ", ".join(changed)
+
 
 TYPES: dict[str, tuple[type, str]] = {
     "source": (str, "a text"), "data": (str, "a text"), "score": (str, "a text"), "notes": (list, "a list of texts"),
@@ -156,7 +158,8 @@ def arguments(recipe: Recipe, actions: Iterable[argparse.Action]) -> list[str]:
         action, flag = flags[key], flag_of(key)
         if action.nargs == 0:
             fits, expected = isinstance(value, bool), "it must be true or false"
-            more = [flag] if value else []
+            can_be_off = isinstance(action, argparse.BooleanOptionalAction)
+            more = [flag] if value else [flag_of(f"no_{key}")] if can_be_off else []
         elif action.nargs is not None:  # as --aug-cfg and --image-mean
             values = [f"{name}={item}" for name, item in value.items()] if isinstance(value, dict) else value
             fits = isinstance(values, list) and all(type(item) in (str, int, float) for item in values)
@@ -181,92 +184,12 @@ def listing() -> str:
     return "\n".join([*table, "", "Flags, source and notes of one: --recipe NAME --dry-run."])
 
 
-# Writing that of a run
-
-
-def resolved_flags(args: Namespace) -> dict[str, Any]:
-    """The flags that repeat this run, by name with underscores, without those of one run or machine.
-
-    The batch size is left out, see `Recipe.global_batch_size`.
-
-    Args:
-        args: as `params.parse_args` gives them.
-    """
-    left_out = NOT_FLAGS | OF_ONE_RUN | args.absent_flags
-    flags = {name: value for name, value in vars(args).items() if name not in left_out}
-    values = {name: value for name, value in flags.items() if value is not False and value not in (None, "", {})}
-    if not args.epochs_before:
-        values.pop("osr_transfer", None)
-    settings = set(factory.setting_names())
-    effective_settings = dict(args.given_settings) if args.loss is not None else {}
-    for name in sorted(settings & values.keys() - effective_settings.keys()):
-        try:
-            factory.resolve_options(args.loss, {**effective_settings, name: values[name]}, args.loss_epochs)
-        except InputError:
-            continue  # has no effect beside the others, so the command would refuse it
-        effective_settings[name] = values[name]
-    return {name: value for name, value in values.items() if name not in settings or name in effective_settings}
-
-
-def of_run(args: Namespace, flags: dict[str, Any], samples: int | None) -> dict[str, Any]:
-    """The run's recipe, as in its file.
-
-    Args:
-        flags: result of `resolved_flags`, taken before OpenCLIP added to `args`.
-        samples: number of rows of the train data, if known.
-    """
-    base = None if args.recipe is None else find(args.recipe)
-    if "device" not in args.given_flags:  # of a missing default a run only warns
-        flags = {name: value for name, value in flags.items() if name != "device"}
-    return {
-        "source": f"the run {args.name} with open_clip_ext {open_clip_ext.__version__}"
-        + (f", from the recipe {base.name}" if base else ""),
-        "data": args.train_data or "",
-        **({"notes": list(base.notes)} if base and base.notes else {}),
-        **({"samples": samples} if samples else {}),
-        "global_batch_size": global_batch(args),
-        "flags": flags,
-    }
-
-
-def save(folder: str, recipe: Mapping[str, Any]) -> None:
-    """Write a run's recipe as recipe.yaml; another one that is there becomes recipe_1.yaml, recipe_2.yaml, ..."""
-    path = Path(folder, RECIPE)
-    text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)
-    if path.exists() and path.read_bytes() != text.encode():
-        names = (Path(folder, f"recipe_{number}.yaml") for number in count(1))
-        path.rename(next(name for name in names if not name.exists()))
-    with whole_file(path, text=True) as file:
-        file.write(text)
-
-
 def with_checkpoint(path: str) -> Recipe | None:
     """The recipe of the run in whose folder a checkpoint lies, if there is one."""
     try:
         return find(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(path))), RECIPE))
     except InputError:
         return None
-
-
-# Of a training's start; a checkpoint has what they lead to.
-OF_A_START = ("tau_init", "tau_start", "pretrained")
-
-
-def changes(before: Recipe, recipe: Mapping[str, Any], args: Namespace) -> str:
-    """What a run changes in the recipe of the one that it resumes: "--rho 3 -> 4, --wd 0.2 -> 0.5"; "" if nothing.
-
-    A flag that `before` does not name had no value, or a default of another version.
-    """
-    old = {"global_batch_size": before.global_batch_size, **before.flags}
-    new = {"global_batch_size": recipe["global_batch_size"], **recipe["flags"]}
-    flag_names = vars(args).keys() - args.absent_flags | {"global_batch_size"}
-    changed = []
-    for name in {**old, **new}:
-        value, now = old.get(name), new.get(name)
-        if name in flag_names and (name in old or name in args.given_flags) and _plain(value) != _plain(now):
-            unused = " (of a start, not used)" if name.startswith(OF_A_START) else ""
-            changed.append(f"{flag_of(name)} {_value_text(value)} -> {_value_text(now)}{unused}")
-    return ", ".join(changed)
 
 
 def _plain(value: Any) -> str:

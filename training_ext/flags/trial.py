@@ -20,7 +20,6 @@ from training_ext.core import hosts
 from training_ext.core.patching import replaced
 from training_ext.core.plan import trains
 from training_ext.core.temperature import train_temperature
-from training_ext.openclip.failures import in_words
 from training_ext.openclip.loading import known_config, load_mapped, logged
 
 # What would write, start processes or need a device, by the value without.
@@ -49,6 +48,8 @@ def try_start(args: Namespace) -> None:
     error = failure(args)
     if error is None:
         return
+    from training_ext.openclip.failure_lines import in_words
+
     defaults = vars(open_clip_params.parse_args(["--model", args.model]))
     # Other flags are for --opt, and fail without it, too.
     for name in sorted(args.given_flags & defaults.keys(), key=lambda name: (name == "opt", name)):

@@ -62,9 +62,3 @@ def starts_from_weights(args: Namespace) -> bool:
         files = Path(args.model.removeprefix("local-dir:")).glob("*")
         return any(file.suffix in (".safetensors", ".bin", ".pth") for file in files)
     return bool(args.pretrained) or args.model.startswith(SCHEMAS)
-
-
-def logger_is_installed(logger: str) -> bool:
-    """Whether OpenCLIP has imported it; a folder wandb/ can be imported, too."""
-    module = getattr(hosts.installed().main(), logger, None)
-    return module is not None and (logger != "wandb" or hasattr(module, "init"))

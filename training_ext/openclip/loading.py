@@ -60,9 +60,8 @@ UNPICKLER, UNKNOWN = "WeightsUnpickler error: ", re.compile(r"Unsupported global
 
 
 class NumberType:
-    """Stands for `numpy.dtype` in a checkpoint's pickle; torch finds it by these names."""
+    """Stands for `numpy.dtype` in a checkpoint's pickle."""
 
-    __module__, __qualname__ = "numpy", "dtype"
     order = "<"
 
     def __init__(self, code: str, *_: Any):
@@ -72,20 +71,17 @@ class NumberType:
         self.order = state[1]
 
 
-def number_of(module: str) -> Callable[[NumberType, bytes], Any]:
-    """Stands for the function `scalar` in this module of NumPy's, and gives a number of Python's."""
-
-    def scalar(kind: NumberType, data: bytes) -> Any:
-        if not re.fullmatch(r"[<>|][fiub][1248]", kind.order + kind.code):
-            raise pickle.UnpicklingError(f"it contains a NumPy scalar of type {kind.code!r}, which is not a number")
-        return np.frombuffer(data, kind.order + kind.code, 1)[0].item()
-
-    scalar.__module__, scalar.__qualname__ = module, "scalar"
-    return scalar
+def number(kind: NumberType, data: bytes) -> bool | int | float:
+    """Stands for the function `scalar` of NumPy's, and gives a number of Python's."""
+    if not re.fullmatch(r"[<>|][fiub][1248]", kind.order + kind.code):
+        raise pickle.UnpicklingError(f"it contains a NumPy scalar of type {kind.code!r}, which is not a number")
+    return np.frombuffer(data, kind.order + kind.code, 1)[0].item()
 
 
 # OpenCLIP before 2.30 saved learning rates that NumPy had computed.
-NUMBERS: list[Any] = [NumberType, number_of("numpy.core.multiarray"), number_of("numpy._core.multiarray")]
+NUMBERS: list[Any] = [
+    (NumberType, "numpy.dtype"), (number, "numpy.core.multiarray.scalar"), (number, "numpy._core.multiarray.scalar"),
+]
 
 
 def load_plain(file: Any, **options: Any) -> Any:

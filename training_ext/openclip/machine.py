@@ -1,7 +1,6 @@
 """The machine: how many processes were started, as OpenCLIP reads it, and whether folders and devices are there."""
 
 import os
-import shutil
 import tempfile
 from argparse import Namespace
 from pathlib import Path
@@ -40,13 +39,6 @@ def check_name(args: Namespace) -> None:
     below = Path(args.name)
     if below.anchor or ".." in below.parts or not below.parts:
         raise InputError(f"{args.name!r} is not a folder inside --logs {args.logs!r}; give one such as run-1", "--name")
-
-
-def check_room(flag: str, path: str, size: int) -> None:
-    """Raise InputError unless the disk of the new file `path`, or of the closest folder above, has `size` bytes."""
-    above = next(folder for folder in Path(path).absolute().parents if folder.exists())
-    if (free := shutil.disk_usage(above).free) < size:
-        raise InputError(f"{path!r} needs {size / 1e6:,.0f} MB, and its disk has {free / 1e6:,.0f}; make room", flag)
 
 
 def check_device(args: Namespace) -> None:

@@ -22,10 +22,10 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, reason_of
 from training_ext.data.first_look import images_of_shards
 from training_ext.data.images import spread, warn_of_images
-from training_ext.data.tars import one_line, stored_samples
+from training_ext.data.tars import stored_samples
 
 CLASSNAMES, TEMPLATES, TYPE = "classnames.txt", "zeroshot_classification_templates.txt", "dataset_type.txt"
 CLASSIFICATION = "classification"  # the type of a folder that does not say
@@ -132,7 +132,7 @@ class Source:
             raise self.wrong(f"{subject} {problem}: it is not one of {', '.join(FORMATS)}") from None
         except Exception as error:
             name = repr(error.filename) if isinstance(error, OSError) and error.filename else subject
-            raise self.wrong(f"{name} {problem}: {one_line(error)}") from None
+            raise self.wrong(f"{name} {problem}: {reason_of(error)}") from None
 
     def lines(self, name: str, needed: bool = False) -> list[str]:
         """The lines of a file of the folder; none where there is no such file, unless it is `needed`."""

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from open_clip_ext.errors import InputError
-from training_ext.data.captions import is_empty
-from training_ext.data.keys import open_csv
 from training_ext.data.pair_folders import find_pairs
 from training_ext.data.shards import local_path, shard_urls
+from training_ext.data.tables import is_empty, open_csv
 from training_ext.scoring.folders import Sample, Shards, Source
 
 FLAG = "--val-data"

@@ -20,13 +20,15 @@ from open_clip_ext.options import flag_of
 from open_clip_ext.row_state import bytes_per_row
 from training_ext import launch
 from training_ext.components.advice import advise, advise_on_captions
+from training_ext.core.loss import build_loss
 from training_ext.core.plan import global_batch, trains, world_info
-from training_ext.data.captions import SeenCaptions
-from training_ext.data.loss import build_loss, samples_per_epoch, steps_per_epoch
+from training_ext.data.epochs import check_steps, samples_per_epoch, steps_per_epoch
 from training_ext.data.rows import find_rows, kind_of
+from training_ext.data.seen_captions import SeenCaptions
 from training_ext.data.settings import setting_for
-from training_ext.flags import data_checks, preflight
-from training_ext.flags.recipes import Recipe, find, resolved_flags
+from training_ext.flags import preflight, val_data
+from training_ext.flags.recipes import Recipe, find
+from training_ext.flags.run_recipe import resolved_flags
 from training_ext.openclip.hosts import starts_from_weights
 from training_ext.openclip.loading import known_config, without_warnings
 
@@ -58,7 +60,7 @@ def lines(args: Namespace) -> list[str]:
     if args.loss is not None:
         preflight.check_flags(launch.build(args))
     samples, num_rows, caption_summary, not_found = counted(args, None if recipe is None else recipe.samples, has_data)
-    step_rule = steps_per_epoch if args.loss is None else data_checks.check_steps
+    step_rule = steps_per_epoch if args.loss is None else check_steps
     steps = step_rule(args, kind_of(args, args.train_data or ""), samples, processes)
     text = [] if recipe is None else [*about(recipe), ""]
     text += [*shown_flags(args, flags), "", *schedule(args, samples, steps, processes)]
@@ -107,7 +109,6 @@ def counted(
     declared = args.train_num_samples or in_recipe
     if has_data:
         try:
-            data_checks.check_size_known(args)
             rows = find_rows(args)
             return samples_per_epoch(args, rows), rows.num_rows, rows.seen, []
         except InputError as error:
@@ -122,10 +123,7 @@ def counted(
 def problems_of_evaluation(args: Namespace) -> list[str]:
     """What a training would say of the data to evaluate on."""
     problems = []
-    checks = [data_checks.check_imagenet]
-    if args.val_data and args.dataset_type != "shapes":
-        checks.append(data_checks.check_val_data)
-    for check in checks:
+    for check in (val_data.check_imagenet, val_data.check):
         try:
             check(args)
         except InputError as error:

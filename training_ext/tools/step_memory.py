@@ -19,7 +19,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -33,6 +32,14 @@ MICRO_BATCHES = 2  # that are counted; of further ones only the inputs and featu
 WARM_UP = 10  # calls after which the state of a usual loss has its size
 AUTOCAST = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
 INPUT = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16, "pure_fp16": torch.float16}
+
+
+class _Completed(dist.Work):
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+_NOTHING_SENT = _Completed()  # torch 2.6 has no FakeWork
 
 
 class HeldBytes(TorchDispatchMode):
@@ -60,7 +67,7 @@ class HeldBytes(TorchDispatchMode):
         for tensor in inputs:
             self._hold(tensor.untyped_storage(), 0)  # allocated before, if it is new here
         if function.namespace == "c10d":  # a collective, which writes into its first argument
-            result = args[0], FakeWork().boxed()
+            result = args[0], _NOTHING_SENT.boxed()
         else:
             result = function(*args, **(kwargs or {}))
         outputs = self.on_device(result)
@@ -168,7 +175,7 @@ def loss_bytes(args: Namespace, processes: int, loss: Loss | None, dimension: in
         if loss.takes_reference:
             more = {"dist_image_features": torch.empty_like(image), "dist_text_features": torch.empty_like(text)}
         loss.set_epoch(0)
-        loss.steps = 1  # at step 0 a loss checks values
+        loss.steps, loss._local_pairs = 1, batch  # at step 0, or without the size of a batch, a loss checks values
         loss.accum_freq = 1  # of a step's calls the first takes most
         for _ in range(WARM_UP):
             index = torch.empty(batch, dtype=torch.int64, device="meta")

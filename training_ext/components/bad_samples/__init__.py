@@ -1,4 +1,4 @@
-"""Samples that cannot be used: left out and counted, within a limit."""
+"""Leave out samples that cannot be used, count them, and end the run if they are too many (`--max-bad-samples`)."""
 
 from training_ext.components.bad_samples.component import BadSamples
 

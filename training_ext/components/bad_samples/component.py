@@ -6,28 +6,18 @@ A run ends with one line if no more samples are usable, or if the fraction that 
 import json
 import logging
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from open_clip_train import train as open_clip_train
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.distributed import all_gather_object
+from open_clip_ext.errors import InputError, reason_of
 from open_clip_ext.options import option
-from training_ext.components.bad_samples.usable import (
-    EMPTY,
-    NO_CAPTION,
-    NO_IMAGE,
-    SURPLUS,
-    UNREADABLE,
-    CountIncomplete,
-    Decode,
-    DecodeImages,
-    UsableLines,
-)
+from training_ext.components.bad_samples import columns
+from training_ext.components.bad_samples.usable import EMPTY, CountIncomplete, Decode, DecodeImages, UsableLines
 from training_ext.core.component import Component
 from training_ext.core.epoch import Epoch
 from training_ext.core.hosts import release
@@ -35,30 +25,15 @@ from training_ext.core.rows import has_caption
 from training_ext.core.seam import TRAIN_DATA, VAL_DATA, Seam
 from training_ext.data.captions import captions_of_samples
 from training_ext.data.rows import kind_of
-from training_ext.data.seeding import worker_id
+from training_ext.data.seeding import shared_zeros, worker_id
 from training_ext.data.shard_rows import UndamagedParts, leave_out_broken, read_to_damage
 from training_ext.data.shards import shard_urls
-from training_ext.data.tars import one_line
 
 FILE = "data.jsonl"  # a line for each epoch
 DATA = "open_clip_train.data"
 SHARDS = f"{DATA}:get_wds_dataset"
 HAS_TASKS = release() >= (4, 0)
 SHARDS_IN_A_ROW, SAMPLES_IN_A_ROW = 100, 10_000  # unusable, after which a worker gives up
-
-# Columns of the counts after those of `usable`. PASSES: over all shards of a worker. SEEN: distinct, used or not.
-PASSES, SEEN, USED, LOST, MISSING, DAMAGED = range(4, 10)
-SKIPPED = {
-    NO_CAPTION: "without a caption",
-    NO_IMAGE: "without an image",
-    UNREADABLE: "whose image or caption cannot be read",
-    SURPLUS: "with the name of another up to the first dot",
-}
-BAD_SHARDS = {MISSING: "shard(s) that cannot be opened", DAMAGED: "damaged shard(s)"}
-NAMES = {
-    USED: "used", NO_CAPTION: "no_caption", NO_IMAGE: "no_image", UNREADABLE: "unreadable", SURPLUS: "surplus",
-    LOST: "lost", MISSING: "shards_missing", DAMAGED: "shards_damaged",
-}  # fmt: skip
 
 
 def lines(scope: str) -> Seam:
@@ -87,7 +62,7 @@ def reader(layer: int, replacement: Callable, why: str) -> Seam:
 
 
 class BadSamples(Component):
-    """Counts of used and skipped train samples of one process, over all workers of its loader."""
+    """Counts the train samples that one process uses and leaves out, over all workers of its loader."""
 
     name = "bad_samples"
     topic = "data"
@@ -98,7 +73,9 @@ class BadSamples(Component):
         lines(VAL_DATA),
         reader(-3, lambda original, component: read_to_damage, "takes a damaged header for the end of a shard"),
         reader(
-            -1, lambda original, component: component.undamaged(original),
+            -1, lambda original, component: UndamagedParts(
+                original, component.skip_shard, component.end_shard, component.training.data.sizes
+            ),
             "the rest of a damaged shard is lost, which must be counted",
         ),
         Seam(
@@ -131,45 +108,43 @@ class BadSamples(Component):
         valid=lambda share: 0 <= share <= 1, expected="from 0 to 1", metavar="SHARE",
     )  # fmt: skip
 
-    def undamaged(self, original: Any) -> UndamagedParts:
-        """Replaces the reader of shards by one that tells what is lost."""
-        return UndamagedParts(original, self.skip_shard, self.end_shard, self.training.data.sizes)
-
     def __init__(self, args: Namespace):
         super().__init__(args)
         # Each worker writes its own row, so that no lock is needed.
-        self._counts = torch.zeros(max(1, args.workers), 10, dtype=torch.int64).share_memory_()
-        self._named = torch.zeros(10, dtype=torch.int64).share_memory_()
-        self.expect(0, 0)
-        self.of_shards({})
+        self._counts = shared_zeros(args.workers, max(1, args.workers), columns.TOTAL)
+        self._named = shared_zeros(args.workers, columns.TOTAL)
+        self.set_sizes(0, 0)
         self._shards_in_a_row = self._samples_in_a_row = self._empty_passes = self._read = self._met = 0
 
     # Before the loader's workers start
 
-    def expect(self, of_epoch: int, of_data: int) -> None:
-        """Set how many samples all processes use in an epoch, and n, if an epoch goes over all samples, else 0."""
-        self._of_epoch, self._of_data = of_epoch, of_data
+    def set_sizes(self, samples_per_epoch: int, dataset_size: int, shards: Sequence[str] = ()) -> None:
+        """Set the sizes that the limit is a fraction of.
 
-    def of_shards(self, numbers: dict[str, int]) -> None:
-        """Set the numbers of the shards, by url."""
-        self._numbers = numbers
-        self._bad_shards = torch.zeros(len(numbers), dtype=torch.int64).share_memory_()  # 0 or one of BAD_SHARDS
+        Args:
+            samples_per_epoch: of all processes.
+            dataset_size: n, where an epoch reads every sample, else 0.
+            shards: their urls.
+        """
+        self._samples_per_epoch, self._dataset_size = samples_per_epoch, dataset_size
+        self._numbers = {url: number for number, url in enumerate(shards)}
+        self._bad_shards = shared_zeros(self.args.workers, len(shards))  # 0 or one of columns.BAD_SHARDS
 
     def data_built(self, data: dict[str, Any]) -> None:
         if "train" not in data:
             return
-        args, training = self.args, self.training
-        of_epoch, of_data = data["train"].dataloader.num_batches * args.batch_size * args.world_size, 0
-        kind = kind_of(args, args.train_data)
+        args, rows = self.args, self.training.data
+        per_epoch = data["train"].dataloader.num_batches * args.batch_size * args.world_size
+        kind, size, urls = kind_of(args, args.train_data), 0, []
         if kind == "csv":
-            of_data = training.data.num_rows
+            size = rows.num_rows
         elif kind == "webdataset":
-            self.of_shards({url: number for number, url in enumerate(shard_urls(args.train_data))})
-            shards = getattr(training.data.rows, "shards", None)
-            if shards is not None and not args.dataset_resampled:
-                listed = shards.num_listed(args.train_data)
-                of_data = listed if listed <= of_epoch else 0
-        self.expect(of_epoch, of_data)
+            urls = shard_urls(args.train_data)
+            counted = getattr(rows.rows, "shards", None)
+            if counted is not None and not args.dataset_resampled:
+                listed = counted.num_listed(args.train_data)
+                size = listed if listed <= per_epoch else 0
+        self.set_sizes(per_epoch, size, urls)
 
     def usable_lines(self, original: Callable, is_train: bool, path: str, *args: Any, **kwargs: Any) -> UsableLines:
         """Replaces OpenCLIP's data set of a csv."""
@@ -192,15 +167,18 @@ class BadSamples(Component):
         return numbers
 
     def begin_pass(self) -> None:
+        """A worker begins with its shards."""
         self._read = self._met = 0
 
     def meet(self) -> None:
+        """A sample comes to the filter; those that a resumed epoch drops do not."""
         self._met += 1
 
     def use(self, is_new: bool = True) -> None:
+        """A sample is used; `is_new`: False if it replaces an unreadable sample."""
         own = self._own()
-        own[USED] += 1
-        own[SEEN] += is_new and not own[PASSES]
+        own[columns.USED] += 1
+        own[columns.SEEN] += is_new and not own[columns.PASSES]
         self._samples_in_a_row = 0
 
     def skip(self, kind: int, what: str, why: str, is_new: bool = True) -> None:
@@ -216,13 +194,13 @@ class BadSamples(Component):
                 f"{self._samples_in_a_row} samples in a row cannot be used; the last is {what}: {why}", "--train-data"
             )
         own = self._own()
-        if not is_new or own[PASSES]:
+        if not is_new or own[columns.PASSES]:
             return
-        own[[kind, SEEN]] += 1
-        counts = self.counts()
-        bad = sum(counts[kind] for kind in SKIPPED)
+        own[[kind, columns.SEEN]] += 1
+        counts = self.totals()
+        bad = columns.skipped(counts)
         # However good the rest of the epoch is, here and in the other processes, the limit is exceeded.
-        self._limit(bad / (self._of_data or bad + self._of_epoch), counts, f"{what}: {why}")
+        self._limit(bad / (self._dataset_size or bad + self._samples_per_epoch), counts, f"{what}: {why}")
 
     def skip_shard(self, url: str, error: Exception, position: int, size: int | None) -> None:
         """Count a damaged shard and the samples lost in it.
@@ -230,14 +208,14 @@ class BadSamples(Component):
         Raises:
             InputError: too many shards are bad, or too many in a row could not be read.
         """
-        kind = DAMAGED if position or not isinstance(error, OSError) else MISSING
-        last = f"shard {url!r} after {position} samples: {one_line(error)}"
+        kind = columns.DAMAGED if position or not isinstance(error, OSError) else columns.MISSING
+        last = f"shard {url!r} after {position} samples: {reason_of(error)}"
         self._name(kind, last)
         number = self._numbers[url]
         if not self._bad_shards[number]:
             self._bad_shards[number] = kind
-            self._own()[LOST] += max(0, (size or 0) - position)
-        self._limit(len(self._bad()) / len(self._numbers), self.counts(), last)
+            self._own()[columns.LOST] += max(0, (size or 0) - position)
+        self._limit(len(self._bad()) / len(self._numbers), self.totals(), last)
         self._count_row(position, last)
 
     def end_shard(self, url: str, samples: int) -> None:
@@ -259,13 +237,13 @@ class BadSamples(Component):
         Raises:
             InputError: two passes in a row gave no full batch, so none ever will.
         """
-        self._own()[PASSES] += 1
+        self._own()[columns.PASSES] += 1
         passed_over = self._read - self._met  # before they are decoded, by an epoch that is resumed
         self._empty_passes = 0 if used + passed_over >= batch_size else self._empty_passes + 1
         # After one, storage that failed for a moment may serve the next.
         if self._empty_passes < 2:
             return
-        left_out = describe(self.counts())
+        left_out = columns.describe(self.totals())
         raise InputError(
             f"a loader worker's shards have {used} usable samples, but --batch-size is {batch_size}"
             + (f"; left out were {left_out}" if left_out else "; lower one of --batch-size and --workers"),
@@ -280,17 +258,17 @@ class BadSamples(Component):
         """The kinds of the bad shards of this epoch, by number."""
         return {int(number): int(self._bad_shards[number]) for number in self._bad_shards.nonzero()[:, 0]}
 
-    def counts(self) -> list[int]:
+    def totals(self) -> list[int]:
         """Counts of this epoch so far, over all workers."""
-        return _with_shards(self._counts.sum(0).tolist(), self._bad())
+        return columns.with_shards(self._counts.sum(0).tolist(), self._bad())
 
     def _limit(self, share: float, counts: list[int], last: str = "") -> None:
         if self.max_bad_samples is None or share <= self.max_bad_samples:
             return
         last = f"; the last is {last}" if last else ""
         raise InputError(
-            f"more than {self.max_bad_samples:g} of the train data cannot be used: {describe(counts)}{last}; repair "
-            "the data or give a larger fraction",
+            f"more than {self.max_bad_samples:g} of the train data cannot be used: {columns.describe(counts)}{last}; "
+            "repair the data or give a larger fraction",
             "--max-bad-samples",
         )
 
@@ -310,30 +288,29 @@ class BadSamples(Component):
         self._counts.zero_()
         self._bad_shards.zero_()
         train(epoch)
-        every = [(self.counts(), self._bad())]
-        if dist.is_available() and dist.is_initialized():
-            own = every[0]
-            every *= dist.get_world_size()
-            dist.all_gather_object(every, own)
+        every = all_gather_object((self.totals(), self._bad()))
         # Resampled, a shard may be met by several processes.
         bad_shards = {number: kind for _, own in every for number, kind in own.items()}
-        counts = _with_shards([sum(column) for column in zip(*(own for own, _ in every), strict=True)], bad_shards)
+        sums = [sum(column) for column in zip(*(own for own, _ in every), strict=True)]
+        counts = columns.with_shards(sums, bad_shards)
         global_batch = self.args.batch_size * len(every)
         if not any(counts):  # generated data, of which none is bad
-            counts[USED] = epoch.batches * global_batch
+            counts[columns.USED] = epoch.batches * global_batch
         before = epoch.first_batch * global_batch  # in an epoch that is resumed
-        share = share_of(counts, max(self._of_data, before + counts[SEEN]), len(self._numbers))
+        of_samples = columns.skipped(counts) / max(1, self._dataset_size, before + counts[columns.SEEN])
+        of_shards = sum(counts[kind] for kind in columns.BAD_SHARDS) / max(1, len(self._numbers))
+        share = max(of_samples, of_shards)  # no sum: bad shards that are allowed must not make one bad sample fatal
         if self.plan.is_first:
-            self._write(epoch, counts, share, [sum(own[kind] for kind in SKIPPED) for own, _ in every])
+            self._write(epoch, counts, share, [columns.skipped(own) for own, _ in every])
         self._limit(share, counts)
 
     def _write(self, epoch: Epoch, counts: list[int], share: float, by_process: list[int]) -> None:
-        if text := describe(counts):
+        if text := columns.describe(counts):
             logging.warning(
-                f"{epoch.title} data: used {counts[USED]} samples, left out {text} ({share:.2%}); "
+                f"{epoch.title} data: used {counts[columns.USED]} samples, left out {text} ({share:.2%}); "
                 f"samples skipped by process: {' '.join(map(str, by_process))}"
             )
-        metrics = {name: counts[kind] for kind, name in NAMES.items()}
+        metrics = {name: counts[kind] for kind, name in columns.NAMES.items()}
         step = self.plan.steps(epoch.batches) * (epoch.number + 1)
         if epoch.writer is not None:
             for name, value in metrics.items():
@@ -347,28 +324,3 @@ class BadSamples(Component):
                     file.write(json.dumps({"epoch": epoch.number, **metrics, "skipped_by_process": by_process}) + "\n")
             except OSError as error:  # do not lose the training for a log
                 logging.warning(f"No line was added to {path}: {error.strerror}")
-
-
-def _with_shards(counts: list[int], bad_shards: dict[int, int]) -> list[int]:
-    """The counts with those of the bad shards, of one or all processes."""
-    kinds = list(bad_shards.values())
-    return [kinds.count(column) if column in BAD_SHARDS else count for column, count in enumerate(counts)]
-
-
-def share_of(counts: list[int], num_samples: int, num_shards: int) -> float:
-    """Fraction of an epoch's samples, or of its shards if that is larger, that could not be used, from 0 to 1.
-
-    Not their sum: whoever allows the fraction of shards that a refusal names must not end by a single bad sample.
-    """
-    of_samples = sum(counts[kind] for kind in SKIPPED) / max(1, num_samples)
-    of_shards = sum(counts[kind] for kind in BAD_SHARDS) / max(1, num_shards)
-    return max(of_samples, of_shards)
-
-
-def describe(counts: list[int]) -> str:
-    """What was skipped and why, such as '3 sample(s) without a caption'; '' if nothing was."""
-    parts = [f"{counts[kind]} sample(s) {text}" for kind, text in SKIPPED.items() if counts[kind]]
-    parts += [f"{counts[kind]} {text}" for kind, text in BAD_SHARDS.items() if counts[kind]]
-    if counts[LOST]:
-        parts.append(f"{counts[LOST]} sample(s) in them")
-    return ", ".join(parts)

@@ -1,45 +1,22 @@
-"""Leave unusable samples out of shards and csv files, in the loader's workers, and tell a `Watch`."""
+"""Leave unusable samples out of shards and csv files, in the loader's workers, and tell `BadSamples`, the `counts`."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from open_clip_ext.errors import reason_of
+from training_ext.components.bad_samples.columns import NO_CAPTION, NO_IMAGE, SURPLUS, UNREADABLE
 from training_ext.core.rows import Wrapped
-from training_ext.data.captions import JsonCaptions, is_empty
-from training_ext.data.pair_folders import place_of, unusable_line
-from training_ext.data.tars import one_line
+from training_ext.data.captions import JsonCaptions
+from training_ext.data.tables import is_empty, place_of, unusable_line
 from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
 
-NO_CAPTION, NO_IMAGE, UNREADABLE, SURPLUS = range(4)
-"""Why a sample is left out."""
+if TYPE_CHECKING:
+    from training_ext.components.bad_samples.component import BadSamples
+
 EMPTY = "__empty__"  # of a sample whose caption is white space
-
-
-class Watch(Protocol):
-    """What is told of the train samples in each loader worker.
-
-    Attributes:
-        latest: name of the latest sample with image and caption, which is the one that is decoded.
-    """
-
-    latest: str
-
-    def begin_pass(self) -> None:
-        """A worker begins with its shards."""
-
-    def meet(self) -> None:
-        """A sample has come to the filter."""
-
-    def use(self, is_new: bool = True) -> None:
-        """A sample is used; `is_new`: False if it replaces an unreadable sample."""
-
-    def skip(self, kind: int, what: str, why: str, is_new: bool = True) -> None:
-        """A sample is left out."""
-
-    def end_pass(self, used: int, batch_size: int) -> None:
-        """A worker has been through all its shards."""
 
 
 @dataclass
@@ -53,11 +30,11 @@ class CountIncomplete:
     """
 
     accepts: Callable[[dict], bool]
-    watch: Watch
+    counts: "BadSamples"
     recaption: JsonCaptions | None = None
 
     def __call__(self, sample: dict) -> bool:
-        self.watch.meet()
+        self.counts.meet()
         caption, lacks = ("txt", ()) if self.recaption is None else ("json", (self.recaption.missing,))
         name = f"sample {sample['__key__']!r} of shard {sample['__url__']!r}"
         surplus = [
@@ -66,20 +43,20 @@ class CountIncomplete:
         ]
         for stem in surplus:
             why = f"it has another pair of an image and a .{stem}.{caption}, as a name ends at its first dot"
-            self.watch.skip(SURPLUS, name, f"{why}; rename them")
+            self.counts.skip(SURPLUS, name, f"{why}; rename them")
         if not self.accepts(sample):
             if not surplus and EMPTY in sample:
-                self.watch.skip(NO_CAPTION, name, "its caption is empty")
+                self.counts.skip(NO_CAPTION, name, "its caption is empty")
             elif not surplus:
                 kind = NO_IMAGE if "txt" in sample else NO_CAPTION
-                self.watch.skip(kind, name, f"it has {missing_of(sample, *lacks)}")
+                self.counts.skip(kind, name, f"it has {missing_of(sample, *lacks)}")
             return False
         try:
             sample["txt"].decode()
         except UnicodeDecodeError:
-            self.watch.skip(UNREADABLE, name, "its caption is not UTF-8")
+            self.counts.skip(UNREADABLE, name, "its caption is not UTF-8")
             return False
-        self.watch.latest = name
+        self.counts.latest = name
         return True
 
 
@@ -88,7 +65,7 @@ class Decode:
     """webdataset's `decode` for the members of OpenCLIP's pairs, with a count of what cannot be decoded."""
 
     decode: Callable
-    watch: Watch
+    counts: "BadSamples"
     batch_size: int
 
     def __call__(self, *handlers: Any, handler: Callable | None = None) -> Callable:
@@ -97,16 +74,16 @@ class Decode:
 
     def _run(self, decode: Callable, samples: Iterator[dict]) -> Iterator[dict]:
         def skip(error: Exception) -> bool:
-            self.watch.skip(UNREADABLE, self.watch.latest, one_line(error))
+            self.counts.skip(UNREADABLE, self.counts.latest, reason_of(error))
             return True
 
-        self.watch.begin_pass()
+        self.counts.begin_pass()
         used = 0
         for sample in decode(handler=skip)(samples):
             used += 1
-            self.watch.use()
+            self.counts.use()
             yield sample
-        self.watch.end_pass(used, self.batch_size)
+        self.counts.end_pass(used, self.batch_size)
 
 
 class DecodeImages(Decode):
@@ -124,14 +101,14 @@ class UsableLines(Wrapped):
     Args:
         dataset: with OpenCLIP's cells as `images` and `captions`, by position; where a sample is not a line,
             `first_lines` are those of the samples.
-        watch: is told of the train data; None for validation data, where a bad line raises InputError, since metrics
+        counts: of the train data; None for validation data, where a bad line raises InputError, since metrics
             must cover all lines.
     """
 
-    def __init__(self, dataset: Any, path: str, watch: Watch | None):
+    def __init__(self, dataset: Any, path: str, counts: "BadSamples | None"):
         super().__init__(dataset)
         self.path = path
-        self.watch = watch
+        self.counts = counts
         self._lines: Sequence[int] = getattr(dataset, "first_lines", range(len(dataset)))
 
     def __getitem__(self, row: int) -> Any:
@@ -150,14 +127,14 @@ class UsableLines(Wrapped):
         try:
             item = self.dataset[row]
         except Exception as error:  # image libraries may raise anything
-            return self._skip(row, UNREADABLE, f"{self.images[row]!r}: {one_line(error)}", is_new)
-        if self.watch is not None:
-            self.watch.use(is_new)
+            return self._skip(row, UNREADABLE, f"{self.images[row]!r}: {reason_of(error)}", is_new)
+        if self.counts is not None:
+            self.counts.use(is_new)
         return item
 
     def _skip(self, row: int, kind: int, why: str, is_new: bool) -> Any:
         what = place_of(self.path, self._lines[row])
-        if self.watch is None:
+        if self.counts is None:
             raise unusable_line(self.path, row, why)
-        self.watch.skip(kind, what, why, is_new)
+        self.counts.skip(kind, what, why, is_new)
         return None

@@ -1,4 +1,4 @@
-"""Checkpoints within an epoch, between two optimizer steps, and how a run resumes from one.
+"""Checkpoints between two optimizer steps, written every N steps or on a signal, from which a run resumes to the bit.
 
 They are OpenCLIP's own files with the number of completed epochs and, in our entry, the position in the next one:
 
@@ -21,55 +21,40 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from open_clip_train.data import SharedEpoch
 from torch.utils.data import IterableDataset
 
 from open_clip_ext.distributed import all_gather
 from open_clip_ext.errors import InputError, Stopped
-from open_clip_ext.losses import Loss
 from open_clip_ext.options import option
-from training_ext.components.exact_resume.order import (
-    NUMBER,
-    LateSampler,
-    ResumableLoader,
-    SampleStream,
-    SeededEpochs,
-    SeededItems,
-    Start,
-    seed_of_shards,
-)
+from training_ext.components.exact_resume import order
 from training_ext.components.exact_resume.stopping import StopRequest
-from training_ext.components.exact_resume.workers import WorkersIgnoreSigterm
 from training_ext.core import hosts
 from training_ext.core.component import Component
 from training_ext.core.epoch import Epoch
 from training_ext.core.seam import TRAIN_DATA, Seam
 from training_ext.data import checkpoint_files
 from training_ext.data.checkpoint import order_of
-from training_ext.data.metrics import evaluated_metrics
-from training_ext.data.seeding import seed_all
+from training_ext.data.metrics import saves_before_evaluation
+from training_ext.data.seeding import SharedEpoch, seed_all
 
-DATA = "open_clip_train.data"
-IN_SHARDS = f"{DATA}:get_wds_dataset"
-
-
-def for_our_losses(method: str) -> Callable[[Any, Any], Any]:
-    """A seam's replacement by this method of the component, with this package's losses alone."""
-    return lambda original, component: (
-        getattr(component, method)(original) if component.args.uses_ext_loss else original
-    )
+DATA, SHARDS = "open_clip_train.data", "get_wds_dataset"
 
 
-def items(name: str, user: str) -> Seam:
+def seeded(user: str, name: str, method: str, why: str, contract: str, layer: int = 0) -> Seam:
+    """The seam of a name by which the function `user` builds train data; `method` of the component replaces it."""
     return Seam(
-        DATA, name,
-        why="the augmentation of a sample depends on what its loader worker did before",
-        contract=f"{user} builds {name}(...), whose items draw from the global generators only",
-        replacement=for_our_losses("seeded_items"),
+        DATA, name, why, contract,
+        replacement=lambda original, component: getattr(component, method)(original),
         used_by=f"{DATA}:{user}",
         scopes=(TRAIN_DATA,),
-        layer=1,
+        layer=layer,
     )  # fmt: skip
+
+
+def items(user: str, name: str) -> Seam:
+    why = "the augmentation of a sample depends on what its loader worker did before"
+    contract = f"{user} builds {name}(...), whose items draw from the global generators only"
+    return seeded(user, name, "seeded_items", why, contract, layer=1)
 
 
 class ExactResume(Component):
@@ -77,7 +62,7 @@ class ExactResume(Component):
 
     name = "exact_resume"
     topic = "the run"
-    needs_loss = True
+    needs_ext_loss = True
     may_be_off = False
     state_is_needed: bool = False  # at the end of an epoch
     seams = (
@@ -89,36 +74,27 @@ class ExactResume(Component):
             replacement=lambda original, component: component.numbered(original),
             used_by="open_clip_train.train:train_one_epoch",
         ),
-        Seam(
-            DATA, "wds.shuffle",
+        seeded(
+            SHARDS, "wds.shuffle", "seeded_shuffle",
             why="webdataset seeds its shuffle buffer by time and process number; after the buffer and before decoding, "
             "a resumed epoch drops the samples that it has used",
             contract="get_wds_dataset uses wds.shuffle(bufsize=, initial=) for samples, dicts with txt; the stages "
             "that follow take one sample at a time",
-            replacement=for_our_losses("seeded_shuffle"),
-            used_by=IN_SHARDS,
-            scopes=(TRAIN_DATA,),
         ),
-        Seam(
-            DATA, "wds.WebLoader",
+        seeded(
+            SHARDS, "wds.WebLoader", "seeded_loader",
             why="loader workers outlive an epoch, and with them the state of their generators; a resumed epoch is "
             "shorter",
             contract="get_wds_dataset builds wds.WebLoader(dataset, ...), whose workers take turns from 0 on with a "
             "batch each, and returns a DataInfo with shared_epoch",
-            replacement=for_our_losses("seeded_loader"),
-            used_by=IN_SHARDS,
-            scopes=(TRAIN_DATA,),
         ),
-        Seam(
-            DATA, "ResampledShards2",
+        seeded(
+            SHARDS, "ResampledShards2", "seeded_shards",
             why="its seed comes from the loader's workers, which differ in a resumed run",
             contract="get_wds_dataset builds ResampledShards2(urls, ...), which seeds itself by worker_seed() + epoch",
-            replacement=for_our_losses("seeded_shards"),
-            used_by=IN_SHARDS,
-            scopes=(TRAIN_DATA,),
         ),
-        items("CsvDataset", "get_csv_dataset"),
-        items("SyntheticDataset", "get_synthetic_dataset"),
+        items("get_csv_dataset", "CsvDataset"),
+        items("get_synthetic_dataset", "SyntheticDataset"),
     )  # fmt: skip
 
     save_every_steps: int | None = option(
@@ -131,72 +107,65 @@ class ExactResume(Component):
         self._request: StopRequest | None = None
         self._saved: dict[str, Any] = {}  # order and position of the checkpoint that is resumed
         self._shown: dict[str, Any] | None = None  # state of the diagnostics, for the epoch that is resumed
-        self._place: dict[str, Any] | None = None  # the same of the one that is written within an epoch
+        self._place: dict[str, Any] | None = None  # order and position of a checkpoint within an epoch
         self._epoch: Epoch
-        self._shared_epoch = SharedEpoch()
-        self._workers = WorkersIgnoreSigterm()
-        self._stream: SampleStream
-        self._seeded_epochs: SeededEpochs | None = None
+        self._shared_epoch = SharedEpoch(args.workers)
+        self._stream: order.SampleStream
+        self._seeded_epochs: order.SeededEpochs | None = None
+
+    def wanted(self) -> bool:
+        return self.args.uses_ext_loss
 
     def check_plan(self, metrics: list[str]) -> None:
         if self.save_every_steps is None:
             return
-        args = self.args
-        if not args.uses_ext_loss:
-            wrong = f"--loss {args.loss}, with which OpenCLIP's order of the data cannot be repeated"
-        elif not self.plan.keeps_files:
-            wrong = f"--logs {args.logs}, which writes no files; give a folder"
-        elif not self.plan.trains:
+        if not self.plan.trains:
             raise InputError(f"{self.save_every_steps} without training; give --train-data", "--save-every-steps")
-        else:
-            return
-        raise InputError(f"{self.save_every_steps} with {wrong}", "--save-every-steps")
+        if not self.plan.keeps_files:
+            text = f"{self.save_every_steps} with --logs {self.args.logs}, which writes no files; give a folder"
+            raise InputError(text, "--save-every-steps")
 
     def columns(self) -> Sequence[str]:
-        return (NUMBER,) if self.args.uses_ext_loss else ()
+        return (order.NUMBER,)
 
     def seeded_shuffle(self, original: Callable) -> Callable:
-        self._stream = SampleStream(self.args.seed, self.args.rank)
-        return lambda **kwargs: self._stream.shuffled_by(original(**kwargs, rng=self._stream.rng))
+        def build(**kwargs: Any) -> order.SampleStream:
+            self._stream = order.SampleStream(partial(original, **kwargs), self.args.seed, self.args.rank)
+            return self._stream
+
+        return build
 
     def seeded_loader(self, original: Callable) -> Callable:
         def build(dataset: IterableDataset, **kwargs: Any) -> Any:
-            self._seeded_epochs = SeededEpochs(dataset, self.args.seed, self.args.rank, self._stream)
+            self._seeded_epochs = order.SeededEpochs(dataset, self._stream)
             return original(self._seeded_epochs, **kwargs)
 
         return build
 
     def seeded_shards(self, original: Callable) -> Callable:
-        return partial(original, worker_seed=partial(seed_of_shards, self.args.seed, self.args.rank))
+        return partial(original, worker_seed=partial(order.seed_of_shards, self.args.seed, self.args.rank))
 
     def seeded_items(self, original: Callable) -> Callable:
-        return lambda *args, **kwargs: SeededItems(original(*args, **kwargs), self.args.seed, self._shared_epoch)
+        return lambda *args, **kwargs: order.SeededItems(original(*args, **kwargs), self.args.seed, self._shared_epoch)
 
     def data_built(self, data: dict[str, Any]) -> None:
-        if not self.args.uses_ext_loss:
+        if "train" not in data:
             return
-        if "train" in data:
-            self._make_resumable(data["train"])
-        self.training.data.worker_init = self._workers
-        for info in data.values():
-            self._workers.workers_of(info.dataloader)
-
-    def _make_resumable(self, info: Any) -> None:
-        args, inner = self.args, info.dataloader.loader
-        order = self._seeded_epochs or LateSampler(inner.sampler, args.batch_size)
-        if isinstance(order, SeededEpochs):
-            order.shared_epoch = info.shared_epoch
-            streams = max(1, args.workers)
+        args, info = self.args, data["train"]
+        inner = info.dataloader.loader
+        streams = 0 if self._seeded_epochs is None else max(1, args.workers)
+        if self._seeded_epochs is None:
+            inner.batch_sampler.sampler = order.LateSampler(inner.sampler, args.batch_size)
         else:
-            inner.batch_sampler.sampler = order
-            streams = 0
-        info.dataloader.loader = ResumableLoader(inner, order, streams, self.training.data.tags, self._seed)
+            self._seeded_epochs.shared_epoch = info.shared_epoch
+        start_at = (self._seeded_epochs or inner.batch_sampler.sampler).start_at
+        info.dataloader.loader = order.ResumableLoader(inner, start_at, streams, self.training.data.tags, self._seed)
 
     def _seed(self, use: int, *place: int) -> None:
         seed_all(self.args.seed, use, self._shared_epoch.get_value(), self.args.rank, *place)
 
     def begin(self, resumed: bool) -> None:
-        if self.training.loss is not None and self.plan.keeps_files:
+        if self.plan.keeps_files:
             self._request = StopRequest()
 
     def numbered(self, original: Callable) -> Callable:
@@ -214,39 +183,23 @@ class ExactResume(Component):
     def epoch(self, epoch: Epoch, train: Callable[[Epoch], None]) -> None:
         self._epoch = epoch
         self._shared_epoch.set_value(epoch.seed)
-        if self.training.loss is None:
-            train(epoch)
-            if self._saves_first(epoch) and self.plan.is_first and not self.plan.shards_model:
-                path = self.plan.checkpoint_after(epoch.number + 1)
-                self.training.state.save(torch.save, epoch.content(epoch.number + 1), path)
-                logging.info(f"Saved before the evaluation: {path}")
-            return
         saved = epoch.saved
         if epoch.is_training:
             saved, self._saved = self._saved, {}
         epoch.loader.start_at(self._start_from(saved) if saved else None)
         train(epoch)
 
-    def _saves_first(self, epoch: Epoch) -> bool:
-        """Whether a checkpoint is needed before the evaluation, which may fail or be killed; OpenCLIP saves later."""
-        done = epoch.number + 1
-        is_saved = self.args.loss is not None and epoch.is_training and self.plan.saves_after(done)
-        return is_saved and bool(evaluated_metrics(self.args, self.training.components, done))
-
-    def _start_from(self, saved: dict[str, Any]) -> Start | None:
+    def _start_from(self, saved: dict[str, Any]) -> order.Start | None:
         """Where this process resumes, also logged; None at the start of an epoch.
 
         If the order of the data has changed, the run resumes after the same fraction of the epoch.
         """
-        position, before = saved.get("position"), saved.get("order")
-        if before is None:  # in files from before `position` existed
-            return None
         args, whole, workers = self.args, self._epoch.batches, self._epoch.loader.streams
-        order = order_of(args, workers)
-        changed = [f"{name} {old}, now {order.get(name)}" for name, old in before.items() if order.get(name) != old]
+        before, now = saved.get("order", {}), order_of(args, workers)
+        changed = [f"{name} {old}, now {now.get(name)}" for name, old in before.items() if now.get(name) != old]
         if changed and self.plan.is_first:
             logging.warning(f"The order of the data changes: the checkpoint was written with {'; '.join(changed)}")
-        if position is None:
+        if (position := saved.get("position")) is None:
             return None
         batches = position["batches"]
         if position["of"] != whole and self.plan.is_first:
@@ -260,37 +213,37 @@ class ExactResume(Component):
             batches = self.plan.steps(batches * whole // position["of"]) * args.accum_freq
             samples = [len(range(worker, batches, workers)) * args.batch_size for worker in range(workers)]
         logging.info(f"=> resuming after step {self.plan.steps(batches)} of {self._epoch.steps} in this epoch")
-        return Start(self._epoch.seed, batches, whole, samples)
+        return order.Start(self._epoch.seed, batches, whole, samples)
 
     def step_done(self, step: int) -> None:
-        loss, epoch = self.training.loss, self._epoch
-        if self._request is None or loss is None:
+        if self._request is None:
             return
-        steps, every = epoch.steps, self.save_every_steps
+        args, epoch, steps, every = self.args, self._epoch, self._epoch.steps, self.save_every_steps
         stops = self._request.agreed(at_once=step == steps)  # an evaluation may follow the last step
         is_due = every is not None and (epoch.seed * steps + step) % every == 0
-        if not (stops or is_due or (step == steps and self._saves_first(epoch))):
+        is_last = step == steps and saves_before_evaluation(self.plan, self.training.components, epoch)
+        if not (stops or is_due or is_last):
             return
-        place = {"order": order_of(self.args, epoch.loader.streams), "position": self._position_at(step, loss)}
-        if epoch.save is None:
-            self._save(place)
-        else:
-            epoch.save(place)
-        if self.args.distributed:
+        (epoch.save or self._save)(self._place_after(step))
+        if args.distributed:
             dist.barrier()  # the file exists before any process ends
         if stops:
             raise Stopped(
                 stops,
-                f"after step {step} of {steps} of an epoch; the checkpoint is saved, and --name {self.args.name} "
+                f"after step {step} of {steps} of an epoch; the checkpoint is saved, and --name {args.name} "
                 "--resume latest resumes there",
             )
 
-    def _position_at(self, step: int, loss: Loss) -> dict[str, Any]:
-        loader = self._epoch.loader
-        own = torch.tensor([loader.numbers], dtype=torch.int64, device=self.args.device)
-        samples = all_gather(own).cpu() if loader.streams else own.cpu()
-        batches, shown = step * self.args.accum_freq, loss.diagnostics_state()
-        return {"batches": batches, "of": self._epoch.batches, "samples": samples, "shown": shown}
+    def _place_after(self, step: int) -> dict[str, Any]:
+        loader, loss = self._epoch.loader, self.training.loss
+        assert loss is not None
+        samples = torch.tensor([loader.numbers], dtype=torch.int64, device=self.args.device)
+        position = {
+            "batches": step * self.args.accum_freq, "of": self._epoch.batches,
+            "samples": (all_gather(samples) if loader.streams else samples).cpu(),
+            "shown": loss.diagnostics_state(),
+        }  # fmt: skip
+        return {"order": order_of(self.args, loader.streams), "position": position}
 
     def _save(self, place: dict[str, Any]) -> None:
         """Write a checkpoint at a place within the epoch, and remove older ones; every process calls this."""
@@ -300,21 +253,18 @@ class ExactResume(Component):
         self._place, self.state_is_needed = place, True
         state.gather(self.training, done, name.removesuffix(".pt"))
         self._place, self.state_is_needed = None, False
-        if self.plan.is_first or self.plan.shards_model:
-            content = self._epoch.content(done)
-            if self.plan.is_first:
-                # OpenCLIP's --remote-sync does not copy the file of --save-most-recent.
-                latest = args.save_most_recent and args.remote_sync is None
-                file = hosts.installed().main().LATEST_CHECKPOINT_NAME if latest else name
-                path = os.path.join(args.checkpoint_path, file)
-                state.save(torch.save, content, path)
-                checkpoint_files.remove_older(path)
-                logging.info(f"Saved after step {step} of epoch {done}: {path}")
+        content = self._epoch.content(done) if self.plan.is_first or self.plan.shards_model else None
+        if self.plan.is_first:
+            # OpenCLIP's --remote-sync does not copy the file of --save-most-recent.
+            latest = args.save_most_recent and args.remote_sync is None
+            file = hosts.installed().main().LATEST_CHECKPOINT_NAME if latest else name
+            path = os.path.join(args.checkpoint_path, file)
+            state.save(torch.save, content, path)
+            checkpoint_files.remove_older(path)
+            logging.info(f"Saved after step {step} of epoch {done}: {path}")
         state.entry = None
 
     def state_dict(self) -> dict[str, Any]:
-        if self.training.loss is None:
-            return {}
         return self._place or {"order": order_of(self.args, self._epoch.loader.streams), "position": None}
 
     def older_state(self, entry: dict[str, Any]) -> dict[str, Any]:
@@ -325,9 +275,8 @@ class ExactResume(Component):
 
     def saved(self, path: str) -> None:
         if checkpoint_files.EPOCH.fullmatch(os.path.basename(path)):
-            checkpoint_files.remove_older(path)
+            checkpoint_files.replace_older(path)
 
     def end(self, completed: bool) -> None:
-        self._workers.close()
         if self._request is not None:
             self._request.close()

@@ -10,18 +10,8 @@ from torch.utils.data import IterableDataset, Sampler
 
 from training_ext.core.rows import Wrapped, pair_of
 from training_ext.core.tags import Tags
-from training_ext.data.seeding import (
-    AT_BATCH,
-    AT_EPOCH,
-    IN_SAMPLE,
-    IN_WORKER,
-    SHARDS,
-    SHUFFLE,
-    seed_all,
-    seed_host,
-    seed_of,
-    worker_id,
-)
+from training_ext.data import seeding
+from training_ext.data.seeding import SharedEpoch, seed_host, seed_of, worker_id
 
 NUMBER = "number"  # name of the column: how many samples the loader worker had read by then
 
@@ -47,24 +37,23 @@ class SampleStream:
     """Shuffles the samples of one loader worker, numbers them from 1 in each epoch, and seeds each by its number.
 
     A stage of the pipeline in place of webdataset's shuffle buffer. The number is put in front of the caption.
+
+    Args:
+        shuffle: builds webdataset's buffer, which draws from its `rng`.
+        seed, rank: of the run.
     """
 
-    def __init__(self, seed: int, rank: int):
+    def __init__(self, shuffle: Callable[..., Callable], seed: int, rank: int):
         self.seed = seed
         self.rank = rank
-        self.rng = random.Random()
+        self._rng = random.Random()
+        self._shuffle: Callable[[Iterable[dict]], Iterator[dict]] = shuffle(rng=self._rng)
         self._epoch = self._number = self._skipped = 0
-        self._shuffle: Callable[[Iterable[dict]], Iterator[dict]]
-
-    def shuffled_by(self, shuffle: Callable[[Iterable[dict]], Iterator[dict]]) -> "SampleStream":
-        """Set the shuffle buffer, which must draw from `rng`; returns self."""
-        self._shuffle = shuffle
-        return self
 
     def begin(self, epoch: int, skipped: int = 0) -> None:
         """Start an epoch; its first `skipped` samples are dropped before they are decoded."""
         self._epoch, self._number, self._skipped = epoch, 0, skipped
-        self.rng.seed(seed_of(self.seed, SHUFFLE, epoch, self.rank, worker_id()))
+        self._rng.seed(seed_of(self.seed, seeding.SHUFFLE, epoch, self.rank, worker_id()))
 
     def __call__(self, source: Iterable[dict]) -> Iterator[dict]:
         """Yield the samples; called again if an epoch takes several passes over the data."""
@@ -73,7 +62,7 @@ class SampleStream:
             if self._number <= self._skipped:
                 continue
             # Enough, since the following stages handle one sample at a time.
-            seed_host(self.seed, IN_SAMPLE, self._epoch, self.rank, worker_id(), self._number)
+            seed_host(self.seed, seeding.IN_SAMPLE, self._epoch, self.rank, worker_id(), self._number)
             if sample.get("txt"):  # an empty caption stays empty, so that it can be counted
                 sample["txt"] = Tags.write(sample["txt"], **{NUMBER: self._number})
             yield sample
@@ -86,14 +75,12 @@ class SeededEpochs(IterableDataset):
         dataset: an iterable data set of batches, whose augmentations draw from the global generators.
         stream: the stage of `dataset` that numbers its samples.
 
-    `shared_epoch` (OpenCLIP's SharedEpoch) must be set before the first iteration.
+    `shared_epoch` must be set before the first iteration.
     """
 
-    def __init__(self, dataset: IterableDataset, seed: int, rank: int, stream: SampleStream):
+    def __init__(self, dataset: IterableDataset, stream: SampleStream):
         super().__init__()
         self.dataset = dataset
-        self.seed = seed
-        self.rank = rank
         self.stream = stream
         self.shared_epoch: Any = None
         self._start: Start | None = None
@@ -103,9 +90,8 @@ class SeededEpochs(IterableDataset):
         self._start = start
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, worker = self.shared_epoch.get_value(), worker_id()
-        seed_all(self.seed, IN_WORKER, epoch, self.rank, worker)
-        start = self._start
+        epoch, worker, start = self.shared_epoch.get_value(), worker_id(), self._start
+        seeding.seed_all(self.stream.seed, seeding.IN_WORKER, epoch, self.stream.rank, worker)
         if start is None or start.epoch != epoch:
             self.stream.begin(epoch)
             return iter(self.dataset)
@@ -142,16 +128,16 @@ class SeededItems(Wrapped):
     """A map-style data set of OpenCLIP's, whose augmentations draw from the global generators, seeded by row.
 
     Args:
-        epoch: OpenCLIP's SharedEpoch.
+        epoch: the current one.
     """
 
-    def __init__(self, dataset: Any, seed: int, epoch: Any):
+    def __init__(self, dataset: Any, seed: int, epoch: SharedEpoch):
         super().__init__(dataset)
         self.seed = seed
         self.epoch = epoch
 
     def __getitem__(self, row: int) -> Any:
-        seed_host(self.seed, IN_SAMPLE, self.epoch.get_value(), row)
+        seed_host(self.seed, seeding.IN_SAMPLE, self.epoch.get_value(), row)
         return self.dataset[row]
 
 
@@ -161,7 +147,7 @@ class ResumableLoader:
 
     Args:
         loader: OpenCLIP's, with its `num_batches` and `num_samples`.
-        order: determines the loader's order.
+        restart: makes the next iteration of `loader` begin at a `Start`.
         streams: loader workers that number their samples; 0 for map-style data.
         tags: the numbers that the samples carry.
         seed: seeds this process's generators for a use (of `seeding`) and a place in this epoch.
@@ -172,7 +158,7 @@ class ResumableLoader:
     """
 
     loader: Any
-    order: LateSampler | SeededEpochs
+    restart: Callable[[Start], None]
     streams: int
     tags: Tags
     seed: Callable[..., None]
@@ -186,14 +172,14 @@ class ResumableLoader:
         self.first = 0 if start is None else start.batches
         self.numbers = [0] * self.streams if start is None else list(start.samples)
         if start is not None:
-            self.order.start_at(start)
+            self.restart(start)
 
     def __iter__(self) -> Iterator[Any]:
-        self.seed(AT_EPOCH)
+        self.seed(seeding.AT_EPOCH)
         empty = self.first % self.streams if self.streams else 0  # see `SeededEpochs`
         for done, batch in enumerate(islice(self.loader, empty, None), self.first + 1):
             # So that the model's random numbers do not depend on what the loader draws in this process.
-            self.seed(AT_BATCH, done)
+            self.seed(seeding.AT_BATCH, done)
             if self.streams:
                 numbers = self.tags.column(pair_of(batch)[1], NUMBER)
                 self.numbers[(done - 1) % self.streams] = int(numbers[-1])
@@ -209,4 +195,4 @@ class ResumableLoader:
 
 def seed_of_shards(seed: int, rank: int) -> int:
     """The worker's seed for OpenCLIP's resampled shard list, which adds the epoch."""
-    return seed_of(seed, SHARDS, rank, worker_id())
+    return seed_of(seed, seeding.SHARDS, rank, worker_id())

@@ -29,7 +29,7 @@ class StopRequest:
         self.requested = 0  # number of the signal
         self._interrupted: float | None = None  # when, first
         self._group: Any = _gloo_group() if world_size() > 1 else None
-        self._asked: tuple[dist.Work, torch.Tensor] | None = None
+        self._asked: tuple[Any, torch.Tensor] | None = None
         self._handlers: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -56,19 +56,13 @@ class StopRequest:
         """
         if self._group is None:
             return self.requested
-        earlier, self._asked = self._asked, self._ask()
-        question = self._asked if at_once else earlier
-        if question is None:
-            return 0
-        work, anyone = question
-        work.wait()
-        return int(anyone)
-
-    def _ask(self) -> tuple[dist.Work, torch.Tensor]:
         anyone = torch.tensor(self.requested)
-        work = dist.all_reduce(anyone, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        assert work is not None
-        return work, anyone
+        asked = dist.all_reduce(anyone, dist.ReduceOp.MAX, group=self._group, async_op=True), anyone
+        earlier, self._asked = self._asked, asked
+        if (question := asked if at_once else earlier) is None:
+            return 0
+        question[0].wait()
+        return int(question[1])
 
     def close(self) -> None:
         """Restore the previous handlers."""

@@ -1,4 +1,4 @@
-"""Recovery of optimizer statistics (TuneCLIP, Section 4.1): its epochs and the file of the recovered statistics."""
+"""Recover the optimizer's statistics before a pretrained model is fine-tuned (TuneCLIP, Section 4.1)."""
 
 from training_ext.components.recovery.component import Recovery
 

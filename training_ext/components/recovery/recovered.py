@@ -5,6 +5,7 @@ It has tensors, numbers and strings, by parameter name, so it does not depend on
 
 import os
 from argparse import Namespace
+from contextlib import suppress
 from math import ceil
 from typing import Any
 
@@ -13,16 +14,18 @@ import torch
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
-from open_clip_ext.surrogates import Identity
 from training_ext.core.files import atomic_save
+from training_ext.core.plan import Plan
 from training_ext.core.state import state_options
+from training_ext.data import row_folders
 from training_ext.data.row_folders import MARK, remove_unnamed
 from training_ext.data.rows import DataRows, needs_index
 from training_ext.openclip.loading import load_verified, one_line
+from training_ext.openclip.machine import check_writable
 
 KIND = "open_clip_ext statistics recovery"
 FORMAT, IN_FILES = 1, 2  # IN_FILES: the rows per sample are in a folder beside the file, see `row_folders`
-SURROGATE = Identity.name  # of the recovery (TuneCLIP, Algorithm 1)
+UNFINISHED = "recovery.state"  # in the experiment's folder; that of an interrupted recovery
 # With these flags a model of the same name and weights is another one.
 FORCED = ("force_quick_gelu", "force_custom_text", "force_patch_dropout", "force_image_size", "force_context_length")
 
@@ -78,9 +81,8 @@ def read(path: str, flag: str = "--osr-load") -> dict[str, Any]:
         raise InputError(f"{path!r} cannot be read: {one_line(error)}", flag) from None
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise InputError(f"{path!r} was not written by --osr-save", flag)
-    if content["format"] not in (FORMAT, IN_FILES):
-        age = "a newer" if content["format"] > IN_FILES else "an older"
-        raise InputError(f"{path!r} was written by {age} open_clip_ext (format {content['format']})", flag)
+    if content["format"] > IN_FILES:
+        raise InputError(f"{path!r} was written by a newer open_clip_ext (format {content['format']})", flag)
     done, epochs = content["done"], ceil(content["epochs"])
     if flag == "--osr-load" and (done < epochs or content.get("position") is not None):
         raise InputError(
@@ -89,15 +91,6 @@ def read(path: str, flag: str = "--osr-load") -> dict[str, Any]:
             flag,
         )
     return content
-
-
-def is_same(path: str, content: dict[str, Any]) -> bool:
-    """Whether `path` is a file of the recovery that `content` is of, perhaps of another of its epochs."""
-    try:
-        other = read(path, "--osr-save")
-    except InputError:
-        return False
-    return all(other.get(name) == content.get(name) for name in ("identity", "epochs", "surrogate"))
 
 
 def check(content: dict[str, Any], own: dict[str, Any], path: str, flag: str = "--osr-load") -> None:
@@ -109,3 +102,64 @@ def check(content: dict[str, Any], own: dict[str, Any], path: str, flag: str = "
             raise InputError(
                 f"{path!r} was recovered with another {name}: {saved[name]}, not {value}; {instead}", flag
             )
+
+
+def unfinished_path(plan: Plan) -> str | None:
+    """The file from which an interrupted recovery resumes; None if the run writes no files."""
+    return None if plan.folder is None else os.path.join(plan.folder, UNFINISHED)
+
+
+def read_unfinished(args: Namespace, path: str) -> dict[str, Any]:
+    """Read the file of an interrupted recovery, as `read`.
+
+    Raises:
+        InputError: it cannot be read, or was to be of another length or with another surrogate.
+    """
+    content = read(path, "--resume")
+    for flag, own, saved in (
+        ("--osr-surrogate", args.osr_surrogate, content.get("surrogate", args.surrogate)),
+        ("--osr-epochs", f"{args.osr_epochs:g}", f"{content['epochs']:g}"),
+    ):
+        if saved != own:
+            text = f"{own}, but the interrupted recovery {path!r} has {saved}; give that, or remove the file"
+            raise InputError(text, flag)
+    return content
+
+
+def remove_unfinished(plan: Plan) -> None:
+    """Remove the file of an interrupted recovery, with its rows."""
+    if (path := unfinished_path(plan)) is not None:
+        with suppress(FileNotFoundError):
+            os.remove(path)
+        remove_folders(path)
+
+
+def check_files(plan: Plan, rows: DataRows, resumes: bool) -> None:
+    """Raise InputError unless the run can load what it is to load, and save what it recovers; see `check_rows`."""
+    args, path = plan.args, plan.args.osr_save
+    if args.osr_load is not None and not (resumes and args.uses_ext_loss):
+        _check_file(read(args.osr_load), args, rows, args.osr_load, "--osr-load")
+    if resumes or args.osr_load is not None:  # nothing is written
+        return
+    content: dict[str, Any] = {}
+    unfinished = unfinished_path(plan) if args.resume == "latest" and args.osr_transfer != "none" else None
+    if unfinished is not None and os.path.exists(unfinished):
+        content = read_unfinished(args, unfinished)
+        _check_file(content, args, rows, unfinished, "--resume")
+    if path is None:
+        return
+    if os.path.exists(path):
+        if not content:
+            raise InputError(f"{path!r} exists; give another path, or load it with --osr-load", "--osr-save")
+        same: dict[str, Any] = {}
+        with suppress(InputError):
+            same = read(path, "--osr-save")
+        if any(same.get(name) != content.get(name) for name in ("identity", "epochs", "surrogate")):
+            text = f"{path!r} exists and is not of the interrupted recovery {unfinished!r}; give another path"
+            raise InputError(text, "--osr-save")
+    check_writable("--osr-save", os.path.dirname(path) or ".")
+
+
+def _check_file(content: dict[str, Any], args: Namespace, rows: DataRows, path: str, flag: str) -> None:
+    check(content, identity(args, rows), path, flag)
+    row_folders.check(path, content.get("rows"), content["loss_state"], flag)

@@ -16,9 +16,8 @@ from math import ceil
 from typing import Any
 
 import torch
-from open_clip_train.distributed import broadcast_object
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.distributed import object_of_first
 from open_clip_ext.metrics_file import RECOVERY
 from open_clip_ext.recovery import FrozenWeights, check_frozen, digest_of, epoch_lengths, zero_learning_rates
 from open_clip_ext.surrogates import Identity
@@ -27,11 +26,9 @@ from training_ext.core.epoch import Epoch
 from training_ext.core.plan import Plan
 from training_ext.core.training import Training
 from training_ext.data import row_folders
-from training_ext.data.rows import DataRows
 from training_ext.data.seeding import AT_EPOCH, seed_all
 
 FIRST_EPOCH = 1 << 20  # number of the recovery's first epoch, which seeds the order of the data
-UNFINISHED = "recovery.state"  # in the experiment's folder; not *.pt, which `--resume latest` would take
 
 
 class ShortLoader:
@@ -70,37 +67,31 @@ class StatisticsRecovery:
     def __init__(self, training: Training, plan: Plan, first: Epoch, reference: torch.nn.Module | None):
         self.plan, self.args = plan, plan.args
         self.training, self.first, self.reference = training, first, reference
-        self.rows: DataRows | None = training.data.rows
         self.optimizer, self.scaler = first.optimizer, first.scaler
         self.weights = FrozenWeights(first.model)
-        self._unfinished = unfinished_path(plan)
+        self._unfinished = recovered.unfinished_path(plan)
 
     # Algorithm 1
 
     def recover(self) -> None:
         """Run the remaining epochs and save the recovered statistics."""
-        lengths = self._lengths(self.first.loader)
+        freq, steps = self.args.accum_freq, self.plan.steps(self.first.loader.num_batches)
+        lengths = [steps * freq for steps in epoch_lengths(self.args.osr_epochs, steps)]  # in batches
         saved = self._resume()
-        done = 0 if saved is None else saved["done"]
         loss = self.training.loss
-        own = self.args.osr_surrogate in (None, self.args.surrogate)
-        with zero_learning_rates(self.optimizer, loss, None if own else Identity()):
-            for epoch in range(done, len(lengths)):
+        surrogate = None if self.args.osr_surrogate in (None, self.args.surrogate) else Identity()
+        with zero_learning_rates(self.optimizer, loss, surrogate):
+            for epoch in range(saved.get("done", 0), len(lengths)):
                 if loss is not None:
                     loss.set_epoch(epoch)
                 self.first.run(self._epoch(epoch, lengths, saved))
-                saved = None
+                saved = {}
                 self.check()
                 self._save(self._unfinished, epoch + 1)
         if self.args.osr_save:
             self._save(self.args.osr_save, len(lengths))
 
-    def _lengths(self, loader: Any) -> list[int]:
-        """Number of batches of each epoch."""
-        accum_freq = self.args.accum_freq
-        return [steps * accum_freq for steps in epoch_lengths(self.args.osr_epochs, loader.num_batches // accum_freq)]
-
-    def _epoch(self, number: int, lengths: list[int], saved: dict[str, Any] | None) -> Epoch:
+    def _epoch(self, number: int, lengths: list[int], saved: dict[str, Any]) -> Epoch:
         """An epoch without OpenCLIP's schedule, which appears in the log only."""
         steps = [self.plan.steps(batches) for batches in lengths]
         training = self.args.epochs * self.first.steps
@@ -142,13 +133,13 @@ class StatisticsRecovery:
         """What the statistics belong to, including the weights and the trained parameters."""
         trained = hashlib.sha256(" ".join(self._trained()).encode()).hexdigest()
         own = {
-            **recovered.identity(self.args, self.rows),
+            **recovered.identity(self.args, self.training.data.rows),
             "weights": f"digest {self.weights.digest()}",
             "trained parameters": f"{len(self._trained())}, digest {trained[:16]}",
         }
-        if self.reference is None or not self.args.uses_ext_loss:
-            return own
-        return {**own, "reference model": f"digest {digest_of(self.reference.state_dict())[:16]}"}
+        if self.reference is not None and self.args.uses_ext_loss:
+            own["reference model"] = f"digest {digest_of(self.reference.state_dict())[:16]}"
+        return own
 
     def _trained(self) -> list[str]:
         """Names of the parameters in the optimizer's order."""
@@ -166,14 +157,12 @@ class StatisticsRecovery:
 
         Args:
             done: number of completed epochs.
-            place: position within the next epoch, as in `features.resume`.
+            place: order and position within the next epoch, as in the state of `exact_resume`.
         """
         if path is None:
             return
-        state: dict[str, Any] = {}
-        folder = None
-        if self.training.loss is not None:
-            state, folder = row_folders.save_state(self.args, self.training.loss, path)
+        loss = self.training.loss
+        state, folder = ({}, None) if loss is None else row_folders.save_state(self.args, loss, path)
         if self.args.rank != 0:
             return
         content = {
@@ -209,37 +198,12 @@ class StatisticsRecovery:
             folder = row_folders.folder_of(path, content.get("rows"), flag)
             row_folders.load_state(self.training.loss, content["loss_state"], folder, path, flag)
 
-    def _resume(self) -> dict[str, Any] | None:
-        """Load what an interrupted run of this experiment saved, and return it; None if there is nothing."""
+    def _resume(self) -> dict[str, Any]:
+        """Load what an interrupted run of this experiment saved; returns where it was, {} if there is nothing."""
         path = self._unfinished
-        found = path is not None and os.path.exists(path)
-        if self.args.distributed:
-            found = broadcast_object(self.args, found)
-        if path is None or not found:
-            return None
-        content, epochs = read_unfinished(self.args, path), ceil(self.args.osr_epochs)
+        if not object_of_first(path is not None and os.path.exists(path)) or path is None:
+            return {}
+        content, epochs = recovered.read_unfinished(self.args, path), ceil(self.args.osr_epochs)
         self.load(content, path, "--resume")
         logging.info(f"=> resuming the recovery of statistics from '{path}' (epoch {content['done']} of {epochs})")
-        return {name: content.get(name) for name in ("done", "order", "position")}
-
-
-def unfinished_path(plan: Plan) -> str | None:
-    """The file from which an interrupted recovery resumes; None if the run writes no files."""
-    return None if plan.folder is None else os.path.join(plan.folder, UNFINISHED)
-
-
-def read_unfinished(args: Namespace, path: str) -> dict[str, Any]:
-    """Read the file of an interrupted recovery, as `recovered.read`.
-
-    Raises:
-        InputError: it cannot be read, or was to be of another length or with another surrogate.
-    """
-    content = recovered.read(path, "--resume")
-    for flag, own, saved in (
-        ("--osr-surrogate", args.osr_surrogate, content.get("surrogate", args.surrogate)),
-        ("--osr-epochs", f"{args.osr_epochs:g}", f"{content['epochs']:g}"),
-    ):
-        if saved != own:
-            text = f"{own}, but the interrupted recovery {path!r} has {saved}; give that, or remove the file"
-            raise InputError(text, flag)
-    return content
+        return {name: content[name] for name in ("done", "order", "position") if name in content}

@@ -5,7 +5,6 @@ and `v3_events` and `v4_events` those that are replaced for hooks of components.
 import importlib
 import importlib.metadata
 from types import ModuleType
-from typing import Any
 
 from open_clip_ext.errors import InputError
 
@@ -58,11 +57,6 @@ def installed() -> ModuleType:
     except ImportError as error:
         raise InputError(cannot_import(error)) from None
     return host
-
-
-def events() -> dict[str, Any]:
-    """The seam that is replaced for a hook of a component, by the hook's name."""
-    return importlib.import_module(f"{__name__}.{supported()}_events").EVENTS
 
 
 def supported() -> str:

@@ -15,9 +15,7 @@ from training_ext.core.hosts.both import IN_MAIN, MAIN, TRAIN, data_parallel, ma
 from training_ext.core.hosts.both import SEAMS as BOTH
 from training_ext.core.seam import Seam
 
-__all__ = [
-    "HAS_TASKS", "RANGE", "SCALE", "SEAMS", "assign_model_rate", "check_flags", "main", "without_wrapper",
-]
+__all__ = ["HAS_TASKS", "RANGE", "SCALE", "SEAMS", "assign_model_rate", "check_flags", "main"]
 
 RANGE = range_of("v3")
 HAS_TASKS = False
@@ -48,11 +46,6 @@ def clamped(original: Callable, run: Any) -> Callable:
         return SimpleNamespace(logit_scale=logit_scale.detach().clone())
 
     return unwrap
-
-
-def without_wrapper(model: Any) -> torch.nn.Module:
-    """The model within the DistributedDataParallel that is evaluated, if any."""
-    return getattr(model, "module", model)
 
 
 TIMM = Seam(

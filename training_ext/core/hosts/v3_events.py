@@ -12,6 +12,11 @@ from training_ext.core.hosts.both_events import EVALUATE, GET_DATA, zero_shot
 from training_ext.core.seam import Seam
 
 
+def without_wrapper(model: Any) -> torch.nn.Module:
+    """The model within the DistributedDataParallel that is evaluated, if any."""
+    return getattr(model, "module", model)
+
+
 def train_one_epoch(original: Callable, run: Any) -> Callable:
     def train(
         model: torch.nn.Module, data: dict[str, Any], loss: Any, epoch: int, optimizer: torch.optim.Optimizer,

@@ -6,19 +6,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from open_clip.task import CLIPTask, get_model_from_task, unwrap_model
+from open_clip.task import CLIPTask, unwrap_model
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from training_ext.core.hosts import range_of
 from training_ext.core.hosts.both import IN_MAIN, MAIN, TRAIN, data_parallel, main
 from training_ext.core.hosts.both import SEAMS as BOTH
-from training_ext.core.loss import TrainingLoss
 from training_ext.core.seam import Seam
 
-__all__ = [
-    "HAS_TASKS", "RANGE", "SCALE", "SEAMS", "assign_model_rate", "check_flags", "main", "without_wrapper",
-]
+__all__ = ["HAS_TASKS", "RANGE", "SCALE", "SEAMS", "assign_model_rate", "check_flags", "main"]
 
 RANGE = range_of("v4")
 HAS_TASKS = True
@@ -61,7 +58,7 @@ class LossTask(WithoutCompiledLoss):
     """
 
     def __init__(
-        self, model: torch.nn.Module, loss: TrainingLoss, reference: torch.nn.Module | None,
+        self, model: torch.nn.Module, loss: Callable[..., dict], reference: torch.nn.Module | None,
         highest_scale: Callable[[], float | None],
     ):
         super().__init__(model, default_loss=False)
@@ -91,14 +88,6 @@ class LossTask(WithoutCompiledLoss):
             super().clamp_logit_scale(highest)
 
 
-def add_to_task(task: Any) -> Any:
-    """Let a task of OpenCLIP's add the components' losses to its own."""
-    loss = TrainingLoss(task.loss, True)
-    del task.loss  # a module, whose place nothing else can take
-    task.loss = loss
-    return task
-
-
 def create_task(original: Callable, run: Any) -> Callable:
     """`create_task` with the run's loss, or OpenCLIP's and those of components."""
 
@@ -108,7 +97,11 @@ def create_task(original: Callable, run: Any) -> Callable:
         task = original(args, model=model, **more)
         clamp = task.clamp_logit_scale
         task.clamp_logit_scale = lambda *rest: None if run.highest_scale() is None else clamp(*rest)
-        return add_to_task(task) if run.adds_losses else task
+        if run.adds_losses:
+            losses = run.events.with_added(task.loss)
+            del task.loss  # a module, whose place nothing else can take
+            task.loss = losses
+        return task
 
     return create
 
@@ -119,11 +112,6 @@ def create_optimizer(original: Callable, run: Any) -> Callable:
         return run.prepare_optimizer(original(module, *args, **kwargs), unwrap_model(module))
 
     return create
-
-
-def without_wrapper(model: Any) -> torch.nn.Module:
-    """The model within the task that is evaluated."""
-    return get_model_from_task(model)
 
 
 SEAMS = (

@@ -5,13 +5,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from open_clip.task import save_checkpoint
+from open_clip.task import get_model_from_task, save_checkpoint
 from open_clip_train.train import TrainState
 
 from training_ext.core.epoch import Epoch
 from training_ext.core.hosts.both import IN_MAIN, MAIN
 from training_ext.core.hosts.both_events import EVALUATE, GET_DATA, zero_shot
 from training_ext.core.seam import Seam
+
+without_wrapper = get_model_from_task  # the model within the task that is evaluated
 
 
 def train_one_epoch(original: Callable, run: Any) -> Callable:

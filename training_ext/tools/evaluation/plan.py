@@ -9,7 +9,7 @@ from typing import Any
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
-from training_ext.openclip.machine import check_device, check_room, check_writable
+from training_ext.openclip.machine import check_device, check_writable
 from training_ext.scoring.folders import Source
 from training_ext.scoring.scores import open_task
 from training_ext.scoring.tasks import DATACOMP, OWN, OWN_PAIRS, Task, own_task, read_tasks
@@ -112,9 +112,7 @@ def find_checkpoints(args: Namespace) -> list[tuple[Checkpoint, str]]:
     checkpoints = [find_checkpoint(path, args.model, args.pretrained) for path in args.checkpoint]
     if args.interpolate is not None:
         checkpoints = interpolated(checkpoints[0], args.interpolate, alphas)
-        model, _, _ = load_model(checkpoints[0])  # raises unless both are of the model
-        if args.save_best is not None:
-            check_room("--save-best", args.save_best, sum(weight.nbytes for weight in model.state_dict().values()))
+        load_model(checkpoints[0])  # raises unless both are of the model
     labels = [one.label for one in checkpoints]
     names = [label.replace("/", "-") + LINES for label in labels]
     if len(set(names)) < len(names):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from open_clip_ext.errors import InputError, fault_of_machine
 from open_clip_ext.files import InUseError, only_user, whole_file
-from training_ext.data.loss import steps_per_epoch
+from training_ext.data.epochs import steps_per_epoch
 from training_ext.data.settings import setting_for
 from training_ext.openclip.machine import check_writable
 from training_ext.tools.evaluation.arguments import Parser

@@ -13,10 +13,9 @@ from typing import Any
 import pandas as pd
 
 from open_clip_ext.errors import InputError
-from training_ext.data.captions import is_empty
 from training_ext.data.folder_files import LeftOut
-from training_ext.data.keys import check_columns, from_folder_of, open_csv
-from training_ext.data.pair_folders import find_pairs, place_of
+from training_ext.data.pair_folders import find_pairs
+from training_ext.data.tables import check_columns, from_folder_of, is_empty, open_csv, place_of
 
 EMPTY_IMAGE, EMPTY_CAPTION = "lines without image", "images without caption"
 HELD_OUT = "images to train on that --val has, too"

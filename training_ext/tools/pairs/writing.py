@@ -12,11 +12,10 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, reason_of
 from open_clip_ext.files import whole_file
 from training_ext.data.images import as_it_looks, changes
 from training_ext.data.shard_scan import usable_cores
-from training_ext.data.tars import one_line
 from training_ext.tools.pairs.shards import SIZES, write_shard
 from training_ext.tools.pairs.sources import LeftOut, Pair
 
@@ -166,7 +165,7 @@ def read_images(
             for pair, image in zip(some, pool.map(read, some), strict=True):
                 if isinstance(image, Exception):
                     why = OTHER_FORMAT if isinstance(image, OtherFormatError) else UNREADABLE
-                    left_out.setdefault(why, []).append(f"{pair.name} ({one_line(image)})")
+                    left_out.setdefault(why, []).append(f"{pair.name} ({reason_of(image)})")
                 yield pair, None if isinstance(image, Exception) else image
 
 

@@ -49,12 +49,6 @@ class Report(WithOptions):
         f"folder for {REPORT}, {PICTURE} and the embeddings (default: normalizers/NAME beside the checkpoints)",
         metavar="FOLDER",
     )
-    report_seed: int = option(
-        0,
-        "seed of anchors and batches (default: 0)",
-        valid=lambda seed: 0 <= seed < 2**63,
-        expected="from 0 to 2**63 - 1",
-    )
     shard_sizes: str | None = option(None, "as in the training", metavar="FILE")
 
 

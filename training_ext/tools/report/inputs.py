@@ -20,13 +20,13 @@ from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.recovery import digest_of
 from training_ext import launch
 from training_ext.components.summary import has_report
+from training_ext.core.loss import build_loss
 from training_ext.core.plan import global_batch, trains
 from training_ext.core.state import INSTEAD, entry_of
 from training_ext.data import row_folders
-from training_ext.data.loss import build_loss
 from training_ext.data.rows import DataRows, find_rows, kind_of, needs_index
 from training_ext.data.shards import Shards, find_shards, local_path, shard_urls
-from training_ext.flags.recipes import RECIPE
+from training_ext.flags.run_recipe import RECIPE
 from training_ext.openclip.loading import load_checkpoint
 from training_ext.openclip.machine import check_device, check_writable
 from training_ext.tools.evaluation.models import MODEL_FLAGS, Checkpoint, experiment_of, load_model, preprocessing_of
@@ -87,7 +87,7 @@ class Saved:
         if args.loss is None or not factory.find_preset(args.loss).has_parts:
             return None
         # Every process asks for all anchors; a network that is split over processes would answer only for its own.
-        args.given_settings.pop("npn_split", None)
+        args.given_settings["npn_split"] = False
         loss = build_loss(args, rows.num_rows, args.device)
         assert isinstance(loss, GlobalContrastiveLoss) and self.entry is not None
         folder = row_folders.folder_of(self.path, row_folders.rows_folder_of(self.entry), "--checkpoint")

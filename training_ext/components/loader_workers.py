@@ -1,11 +1,14 @@
-"""Keep the workers of a loader alive while a run still needs their batches."""
+"""Keep loader workers alive after SIGTERM or Ctrl-C, since the step in progress still needs their batches."""
 
-import multiprocessing
 import os
 import signal
+from argparse import Namespace
 from typing import Any
 
 from torch.utils.data import DataLoader
+
+from training_ext.core.component import Component
+from training_ext.data.seeding import shared_zeros
 
 
 class WorkersIgnoreSigterm:
@@ -15,8 +18,8 @@ class WorkersIgnoreSigterm:
     Workers end by themselves if their parent process is gone.
     """
 
-    def __init__(self) -> None:
-        self._running = multiprocessing.Value("b", 1, lock=False)
+    def __init__(self, workers: int):
+        self._has_ended = shared_zeros(workers)
         self._loaders: list[DataLoader] = []
 
     def __call__(self, worker: int) -> None:
@@ -33,15 +36,36 @@ class WorkersIgnoreSigterm:
                 self.workers_of(inner)
 
     def _handle(self, *_: Any) -> None:
-        if not self._running.value:
+        if self._has_ended:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def close(self) -> None:
         """End the workers, and let SIGTERM end those that remain."""
-        self._running.value = 0
+        self._has_ended.fill_(1)
         for loader in self._loaders:
             # Left to the garbage collector, they are waited for in an order in which each takes 5 seconds.
             workers, loader._iterator = loader._iterator, None
             if workers is not None:
                 workers._shutdown_workers()  # type: ignore[attr-defined]
+
+
+class LoaderWorkers(Component):
+    """Has the workers of every loader of the run, in evaluations too, end with the run and not before."""
+
+    name = "loader_workers"
+
+    def __init__(self, args: Namespace):
+        super().__init__(args)
+        self._workers = WorkersIgnoreSigterm(args.workers)
+
+    def wanted(self) -> bool:
+        return self.args.uses_ext_loss  # with OpenCLIP's own losses a signal ends the run at once
+
+    def data_built(self, data: dict[str, Any]) -> None:
+        self.training.data.worker_init = self._workers
+        for info in data.values():
+            self._workers.workers_of(info.dataloader)
+
+    def end(self, completed: bool) -> None:
+        self._workers.close()

@@ -1,30 +1,10 @@
-"""The loss of a command line, and the length of its epochs."""
+"""The length of OpenCLIP's epochs."""
 
 from argparse import Namespace
 from math import ceil
 
-import torch
-
-from open_clip_ext.losses import Loss
-from training_ext.core.loss import build_loss as build
-from training_ext.core.plan import global_batch
+from open_clip_ext.errors import InputError
 from training_ext.data.rows import DataRows
-
-
-def build_loss(
-    args: Namespace, num_rows: int, device: torch.device | str, samples_per_epoch: int | None = None
-) -> Loss:
-    """Build the loss of the command line.
-
-    Args:
-        num_rows: rows of the train data.
-        samples_per_epoch: of OpenCLIP's epochs, which --train-num-samples may make shorter or longer than a pass over
-            the rows; None: `num_rows`.
-
-    Raises:
-        InputError: the parts cannot be combined, or a setting is out of range.
-    """
-    return build(args, num_rows, device, samples_per_epoch or num_rows, global_batch(args))
 
 
 def samples_per_epoch(args: Namespace, rows: DataRows) -> int:
@@ -44,3 +24,15 @@ def steps_per_epoch(args: Namespace, kind: str, num_samples: int, world_size: in
     else:
         batches = ceil(num_samples / world_size) // args.batch_size
     return batches // args.accum_freq
+
+
+def check_steps(args: Namespace, kind: str, num_samples: int, world_size: int) -> int:
+    """Refuse epochs without a step, for which OpenCLIP would save the untrained model; return the number of steps."""
+    steps = steps_per_epoch(args, kind, num_samples, world_size)
+    if steps < 1:
+        raise InputError(
+            f"{args.batch_size} x {world_size} process(es) x --accum-freq {args.accum_freq} is more than "
+            f"the {num_samples} samples of an epoch; lower it",
+            "--batch-size",
+        )
+    return steps

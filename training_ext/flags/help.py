@@ -1,23 +1,95 @@
-"""The text of `--loss NAME --help`: only the flags of that loss, with the values that it would use."""
+"""The texts of --help, by topic or of one loss with the values that it would use, --list-losses and --list-recipes."""
 
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import Any
+from typing import Any, NoReturn
 
 from open_clip_ext import factory
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import Derived, Option, Part, flag_of
+from training_ext.flags import recipes
+from training_ext.flags.params import PART_HELP, Parser, check_given
 
-PART_HELP = {
-    "normalizer": "estimator of the normalizers",
-    "temperature": "temperature scheme",
-    "surrogate": "function of a negative's similarity gap",
-    "encoder_objective": "objective of the encoders",
-}
 COLUMN = 34  # start of the second column
 REST = "Every other flag, OpenCLIP's and ours: --help all. Every loss with its paper: --list-losses."
+
+
+# Flags that --help names of the topics that it does not show.
+MOST_USED = {
+    "losses": ("--rho", "--lr-tau", "--normalizer"),
+    "openclip": ("--train-data", "--model", "--batch-size", "--lr", "--epochs", "--precision", "--accum-freq"),
+}
+
+
+class HelpParser(Parser):
+    """Prints what the command line asks for instead of parsing it, and exits."""
+
+    def notes(self) -> dict[str, str]:
+        return default_texts()
+
+    def _parse(self, args: Sequence[str], namespace: Any) -> NoReturn:
+        words, topic = without_help(args)
+        on_command_line = self._given(words)
+        if "list_losses" in on_command_line:
+            print(list_losses())
+        elif "list_recipes" in on_command_line:
+            print(recipes.listing())
+        else:
+            settings = self._given([*self._of_recipe(on_command_line)[1], *words])
+            if "loss" in settings:
+                check_given(settings)
+                print(loss_help(settings))
+            else:
+                print(self._on(topic or ""))
+        self.exit(0)
+
+    def _on(self, topic: str) -> str:
+        """The flags of one topic, or of "" or "all".
+
+        Raises:
+            InputError: there is no such topic.
+        """
+        if topic not in (*self._topics, "all"):
+            topics = [name for name in (*self._topics, "all") if name]
+            self.error(f"--help: no topic is called {topic!r}{did_you_mean(topic, topics, 'see --help')}")
+        formatter = self._get_formatter()
+        if topic in ("", "all"):
+            formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+            formatter.add_text(self.description)
+        for group in sum(self._topics.values(), []) if topic == "all" else self._topics[topic]:
+            formatter.start_section(group.title)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        if topic:
+            return formatter.format_help().rstrip()
+        rows = [("--loss NAME --help", "the flags of one loss, with the values that it would use")]
+        for name, about in {"losses": "the flags of all losses", "openclip": self._optionals.title}.items():
+            rows.append((f"--help {name}", f"{about}, such as {', '.join(MOST_USED[name])}"))
+        for name, groups in self._topics.items():
+            if name not in ("", *MOST_USED):
+                flags = (action.option_strings[0] for action in groups[0]._group_actions)
+                rows.append((f"--help {name}", " ".join(flags)))
+        rows.append(("--help all", "everything"))
+        lines = columns([(f"  {words}", text) for words, text in rows], 28)
+        return "\n".join([formatter.format_help(), "more help:", *lines])
+
+
+def without_help(args: Sequence[str]) -> tuple[list[str], str | None]:
+    """The arguments without --help and the topic after it; the topic, "" without one, None without --help."""
+    words = list(args)
+    topic = None
+    for index in sorted((index for index, word in enumerate(words) if word in ("-h", "--help")), reverse=True):
+        has_topic = index + 1 < len(words) and not words[index + 1].startswith("-")
+        topic = words.pop(index + 1) if has_topic else ""
+        del words[index]
+    return words, topic
+
+
+def list_losses() -> str:
+    losses = factory.list_losses()
+    return "\n".join(f"{preset.name:16} {preset.summary}\n{'':16} {preset.paper}" for preset in losses)
 
 
 def default_texts() -> dict[str, str]:
@@ -30,13 +102,15 @@ def default_texts() -> dict[str, str]:
         for name, default in preset.defaults.items():
             if name in defaults:
                 defaults[name].add(default)
-    return {option.name: "" if option.type is bool else _default_text(defaults[option.name]) for option in options}
+    return {option.name: _default_text(defaults[option.name]) for option in options}
 
 
 def _default_text(defaults: set[Any]) -> str:
     if len(defaults) > 1:
         return " (default: per loss)"
     (default,) = defaults
+    if default is False:
+        return ""
     return f" (default: {default.words if isinstance(default, Derived) else default})"
 
 
@@ -95,7 +169,7 @@ def _option(option: Option, value: Any, default: Any) -> tuple[str, str]:
     notes = []
     if option.choices:
         notes.append(", ".join(option.choices))
-    if option.type is bool:
+    if option.type is bool and value is not None:
         notes.append("on" if value else "off")
         value = None
     elif value is None:
