@@ -101,6 +101,7 @@ MEASURES = {
     "R@10, new": partial(last_recall, k=10), "R@10, old": lambda result: result["old_R@10"], "zero-shot, old": concepts,
     "tau, last epoch": lambda result: result["tau"], "CPU seconds": lambda result: result["cpu_seconds"],
     "peak, MiB": lambda result: result["peak_mib"],
+    "mean rank": lambda result: mean(result["by_epoch"][-1][f"{way}_mean_rank"] for way in WAYS),
 }  # fmt: skip
 FORMS = {"tau, last epoch": ".3f", "CPU seconds": ".0f", "peak, MiB": ",.0f"}
 

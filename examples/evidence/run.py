@@ -32,7 +32,7 @@ from typing import IO
 
 from grid import HERE, WAYS, Grid, Run, append_result, last_recall, read_results, told
 
-METRICS = [f"{way}_R@{k}" for way in WAYS for k in (1, 5, 10)] + ["clip_val_loss"]
+METRICS = [f"{way}_{name}" for way in WAYS for name in ("R@1", "R@5", "R@10", "mean_rank")] + ["clip_val_loss"]
 DIVERGED = re.compile(r"^open_clip_ext: error: (step .* is not finite.*)", re.MULTILINE)
 # Each step frees and allocates 12 MiB several times, for the token embedding's gradient and in AdamW. Unless glibc
 # keeps that memory, page faults are a sixth of the step's time. The numbers stay the same to the last bit.

@@ -15,6 +15,7 @@ TRAINING = """
 mkdir -p {folder}/checkpoints
 printf '{{"epoch": 1, "image_to_text_R@1": {r1}, "text_to_image_R@1": {r1}, "image_to_text_R@5": 0.5,
  "text_to_image_R@5": 0.5, "image_to_text_R@10": 0.5, "text_to_image_R@10": 0.5,
+ "image_to_text_mean_rank": 2.0, "text_to_image_mean_rank": 2.0,
  "clip_val_loss": NaN}}' | tr -d '\\n' > {folder}/checkpoints/results.jsonl
 echo '{{"stage": "train", "epoch": 0, "step": 1, "tau": 0.04}}' > {folder}/metrics.jsonl
 echo '{{"stage": "train", "epoch": 0, "step": 2, "tau": 0.06}}' >> {folder}/metrics.jsonl

@@ -51,7 +51,8 @@ def test_a_trial_has_neither_weights_nor_processes_nor_files(tmp_path, monkeypat
     for name in ("open_clip.factory.download_pretrained", "subprocess.run", "multiprocessing.Process.start"):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("a trial must not do this"))
     flags = "--pretrained openai --remote-sync x --copy-codebase --report-to tensorboard --resume latest --name x"
-    for model in ("ViT-B-32", "RN50", "convnext_base", "coca_ViT-B-32 --loss clip"):
+    frozen = "RN50 --lock-image --lock-image-freeze-bn-stats"
+    for model in ("ViT-B-32", frozen, "convnext_base", "coca_ViT-B-32 --loss clip"):
         args = parse_args(f"{OURS} --model {model} {flags if model == 'ViT-B-32' else ''}".split())
         assert failure(args) is None and not list(tmp_path.iterdir())
     assert open_clip.factory.torch is torch

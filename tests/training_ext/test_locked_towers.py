@@ -5,7 +5,10 @@ import pytest
 import torch
 from test_every_loss import EVERY, options
 
+import open_clip_ext
 from open_clip_ext.factory import find_preset, parts_of
+from training_ext.components.timm_norms import TimmNorms
+from training_ext.core.patching import look_up, replaced
 
 LOCKS = {"image": "--lock-image", "text": "--lock-text --lock-text-freeze-layer-norm"}
 FAST = {"clip": "image", "neuclip": "text", "isogclr": "image", "tuneclip": "text", "amorlip": "image"}
@@ -47,3 +50,16 @@ def test_a_locked_tower(run, tmp_path, name, tower):
         assert state["state.log_u"].isfinite().all(), "a row was not visited"
     if "temperature.tau" in state:
         assert (state["temperature.first_moment"] != 0).all()
+
+
+@pytest.mark.parametrize("unlocked", [0, 2])
+def test_a_frozen_tower_computes_what_it_did(unlocked):
+    """EfficientNet's norms include the activations."""
+    open_clip.add_model_config(open_clip_ext.MODEL_CONFIGS)
+    model = open_clip.create_model("tf_efficientnet_lite0-tiny").eval()
+    images, (seam,) = torch.rand(2, 3, 32, 32), TimmNorms.seams
+    with torch.no_grad():
+        before = model.encode_image(images)
+        with replaced({(seam.module, seam.path): seam.replacement(look_up(seam.module, seam.path), None)}):
+            model.lock_image_tower(unlocked, freeze_bn_stats=True)
+        torch.testing.assert_close(model.encode_image(images), before)

@@ -136,5 +136,7 @@ def failure(args: Namespace) -> Exception | None:
         except SystemExit:
             return RuntimeError(messages[-1]) if messages else None
         except Exception as error:
-            return None if isinstance(error, NotImplementedError) or "meta" in str(error) else error
+            # Frozen batch norms, which OpenCLIP makes on the CPU, cannot hold values of the meta device.
+            is_of_meta = "meta" in str(error) or "incompatible tensor type" in str(error)
+            return None if is_of_meta or isinstance(error, NotImplementedError) else error
     return None
