@@ -162,7 +162,7 @@ def later(evidence, name: str) -> tuple:
     return declared, results, report, (ROOT / f"docs/evidence/{name}.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["components", "glyphs", "positives"])
+@pytest.mark.parametrize("name", ["components", "glyphs", "positives", "towers"])
 def test_the_later_grids_tables_follow_from_the_results(evidence, name):
     declared, results, report, page = later(evidence, name)
     rows = list(results.values())
