@@ -74,10 +74,10 @@ def check_equal_batches(features: Tensor, before: int | None) -> None:
         before: the size of all processes in the step before, if known; then nothing is sent unless it has changed.
     """
     size = len(features)
+    if world_size() == 1 or size == before:
+        return
     if before is None:
         sizes = all_gather(torch.tensor([size], device=features.device)).tolist()
-    elif size == before or world_size() == 1:
-        return
     else:
         changed = f"image_features: process {rank()} has a batch of {size} pairs after {before}"
         try:

@@ -86,7 +86,7 @@ def test_what_is_given_goes_before_the_recipe_and_the_recipe_before_the_loss(wri
 
 def test_a_switch_that_is_on_by_itself_stays_off(tmp_path):
     args = parse("--loss neuclip --no-npn-split --train-data x.tar --name run")
-    recipes.save(str(tmp_path), recipes.of_run(args, recipes.resolved_flags(args), None))
+    run_recipe.save(str(tmp_path), run_recipe.of_run(args, run_recipe.resolved_flags(args), None))
     saved = f"--recipe {tmp_path}/recipe.yaml"
     values = [parse(text).npn_split for text in (saved, f"{saved} --npn-split", "--loss neuclip")]
     assert values == [False, True, None]

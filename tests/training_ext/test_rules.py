@@ -47,6 +47,12 @@ CASES = [
     ("--loss clip --train-data x.tar --json-text-key a --captions-field b", "--captions-field: 'b' with --json-text"),
     ("--loss clip --train-data x.tar --json-text-key a --json-text-key-probs 1 2", "--json-text-key-probs: .*each"),
     ("--loss clip --train-data x.tar --json-text-key a --json-text-key-probs -1", "--json-text-key-probs: .*least 0"),
+    ("--loss clip --train-data x --val-data v.csv --dataset-type webdataset", "--dataset-type: .*--val-data is 'v.csv"),
+    ("--loss neuclip --train-data x.csv --dataset-type webdataset", "--dataset-type: .*--train-data is 'x.csv'; leave"),
+    ("--loss neuclip --train-data x.csv --val-data v.tar --dataset-type csv", "--dataset-type: 'csv'.*--val-data"),
+    ("--loss neuclip --train-data x.tar --dataset-type csv", "--dataset-type: 'csv'.*--train-data"),
+    (f"{OURS} --same-key a", "--same-key: 'a' is a column or a field, and shapes has none"),
+    (f"{OURS} --positives a", "--positives: 'a' is a column or a field, and shapes has none"),
     (f"{OURS} --same-caption --same-key a", "--same-caption: with --same-key 'a'; give one of the two"),
     (f"{SHAPES} --loss amorlip --same-caption", "--same-caption: --loss amorlip as given .*--normalizer table"),
     (
@@ -154,7 +160,6 @@ OTHERS = [
     (f"{CLIP} --image-std 0", "--image-std: 0.0: OpenCLIP could not make a step: ValueError: std evaluated to zero"),
     ("--loss neuclip", "OpenCLIP could not start: .*: At least one "),
     # Data
-    ("{csv} --loss neuclip --dataset-type webdataset", "--train-data: 1 of 1 shards cannot be read: '.*csv'"),
     (f"{OURS} --batch-size 32", "--batch-size: 32 .*16 samples"),
     (f"{OURS} --accum-freq 3", "--batch-size: 8 .*--accum-freq 3 .*16 samples"),
     (f"{SHAPES} --loss queue --batch-size 10", "--queue-size: 16 samples in global batches of 10.*at most 8"),

@@ -86,7 +86,7 @@ class TokenHead(Component):
 
 
 def output_width(model: Any) -> int:
-    """Of the towers' outputs, d; those of timm do not tell."""
+    """d, the width of both towers' outputs. A timm image tower has no `output_dim`; the text tower then tells it."""
     text: Any = getattr(model, "text", model)
     widths = [tower.output_dim for tower in (model.visual, text) if hasattr(tower, "output_dim")]
     return widths[0] if widths else model.text_projection.shape[1]

@@ -88,7 +88,7 @@ class Component(WithOptions):
 
     @classmethod
     def answers(cls, hook: str) -> bool:
-        """Whether it has its own method of this name in place of the one here."""
+        """Whether the class overrides the method `hook` of `Component`, so that a run has to call it."""
         return getattr(cls, hook) is not getattr(Component, hook)
 
     @classmethod

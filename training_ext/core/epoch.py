@@ -81,7 +81,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation of OpenCLIP's; on process 0.
+    """One evaluation within a training, which runs on process 0 alone.
 
     Args:
         epoch: number of completed epochs.

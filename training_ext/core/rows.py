@@ -202,7 +202,7 @@ class TrainData:
         self.loader: RowLoader
 
     def dataset_fn(self, original: Callable, path: str, kind: str) -> Callable:
-        """Replaces OpenCLIP's `get_dataset_fn`, which returns the function that builds the data set."""
+        """Replaces OpenCLIP's `get_dataset_fn`: the function that it returns builds a data set with rows."""
         return partial(self._build, original(path, kind))
 
     def _build(

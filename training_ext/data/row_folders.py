@@ -75,10 +75,12 @@ def _all_see(file: str) -> bool:
 
 
 def load_state(loss: Loss, state: dict[str, Any], folder: str | None, path: str, flag: str) -> None:
-    """Load a state whose rows are in `folder`, or in the state itself if it is None.
+    """Load a loss's state from a checkpoint.
 
     Args:
-        path, flag: the file and its flag, for messages.
+        state: as `Loss.full_state` gave it; without the rows of samples if they are in files.
+        folder: the folder of these files; None if `state` has the rows.
+        path, flag: the checkpoint and the flag that named it, for messages.
 
     Raises:
         InputError: the state is of other settings.

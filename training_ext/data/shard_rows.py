@@ -76,11 +76,12 @@ class CountedShards:
 
 @dataclass
 class UndamagedParts:
-    """Goes on after a damaged shard.
+    """Reads shards one after the other, and goes on with the next one where a shard is damaged.
 
     Args:
-        failed: called with url, error, number of samples before it and size, if known, for a shard that `read` raises
-            DamagedShard for.
+        read: yields the samples of a shard, and raises DamagedShard at the first that cannot be read.
+        failed: called for a damaged shard with its url, the error, the number of samples that were read, and its size
+            if `sizes` has it.
         ended: called with url and number of samples of a shard that was read to its end.
         sizes: samples in the shards, as far as they are known.
     """

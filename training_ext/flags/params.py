@@ -147,7 +147,7 @@ class Parser(argparse.ArgumentParser):
         )
         group.add_argument("--list-recipes", **prints, help="print every recipe in a line, and exit")
         group.add_argument("--bare", action="store_true", help="train by the core alone, which has few of these flags")
-        group.add_argument("--with", dest="added", metavar="NAMES", help="the same, with these components")
+        group.add_argument("--with", dest="added", metavar="NAMES", help="train by the core and these components alone")
         group.add_argument("--without", metavar="NAMES", help="train without these, with commas between them")
         group.add_argument(
             "--dry-run",
@@ -221,7 +221,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 def _resolve(args: argparse.Namespace) -> argparse.Namespace:
-    """Fill in every setting of the chosen loss."""
+    """Set each flag of the chosen loss that was not given to its default for that loss and length of training."""
     args.epochs_before = 0.0
     settings = {name: getattr(args, name) for name in factory.setting_names() if getattr(args, name) is not None}
     if re.fullmatch(r"[\d.e-]+", settings.get("temperature", "")):

@@ -18,6 +18,7 @@ from open_clip_ext.options import flag_of
 from training_ext.core.loss import build_loss
 from training_ext.core.plan import Plan, global_batch, trains, world_info
 from training_ext.core.temperature import trains_logit_scale
+from training_ext.data.keys import key_name
 from training_ext.data.rows import kind_of, needs_index
 from training_ext.flags.reference import is_unlike_reference
 from training_ext.openclip.hosts import has_lora
@@ -83,6 +84,27 @@ def needs(name: str, other: Callable[[Given], Any], requirement: str) -> Rule:
     )
 
 
+# Of names, by --dataset-type
+OTHER_ENDS = {"webdataset": (".csv", ".tsv"), "csv": (".tar",), "folder": (".csv", ".tsv", ".tar")}
+
+
+def of_another_type(name: str) -> Rule:
+    return Rule(
+        "dataset_type",
+        lambda run: (getattr(run, name) or "").endswith(OTHER_ENDS.get(run.dataset_type, ())),
+        f"{{dataset_type!r}} holds for --train-data and --val-data, and {flag_of(name)} is {{{name}!r}}; leave it out, "
+        "since auto tells by the ends of their names",
+    )
+
+
+def needs_named_entries(name: str) -> Rule:
+    return Rule(
+        name,
+        lambda run: getattr(run, name) == key_name(run) is not None and run.kind not in (None, "csv", "webdataset"),
+        f"{{{name}!r}} is a column or a field, and {{dataset_type}} has none",
+    )
+
+
 def of_shards(name: str) -> Rule:
     return Rule(
         name,
@@ -138,6 +160,8 @@ RULES = (
     needs("lock_image_unlocked_groups", lambda run: run.lock_image or has_lora(run), "--lock-image"),
     needs("lock_text_unlocked_layers", lambda run: run.lock_text or has_lora(run), "--lock-text"),
     # Data
+    of_another_type("train_data"),
+    of_another_type("val_data"),
     Rule(
         "val_data",
         lambda run: run.trains and run.val_data and trained_on(run),
@@ -188,6 +212,8 @@ RULES = (
         "{positives!r} with --same-key or --same-caption; give one of the three",
     ),
     # The loss
+    needs_named_entries("same_key"),
+    needs_named_entries("positives"),
     needs_single_negatives("same_key"),
     needs_single_negatives("same_caption"),
     Rule(

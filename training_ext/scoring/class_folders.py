@@ -70,8 +70,10 @@ class ClassFolders(Source):
                 pass
 
     def warn(self) -> None:
-        """Also tell what is left out, and if classnames.txt may list the classes by the numbers in their names, which
-        are in order of text."""
+        """Also warn of files and folders that are left out, and of a classnames.txt that may be in another order.
+
+        Classes are in alphabetical order of their folders, 10 before 2; its lines may be in order of numbers.
+        """
         super().warn()
         if self.left_out:
             logging.warning(f"{self.flag}: left out of {self.folder!r}: {describe_left_out(self.left_out)}")

@@ -186,8 +186,10 @@ def loss_bytes(args: Namespace, processes: int, loss: Loss | None, dimension: in
 
 @contextmanager
 def _few_blocks() -> Iterator[None]:
-    """The first two and the last of the blocks of similarities: all have the same memory in turn, and write into
-    tensors of all samples, so that millions of pairs take no longer than thousands."""
+    """Within the block, losses compute only the first two and the last of their blocks of similarities.
+
+    The others would use the same memory again, so that millions of pairs take no longer than thousands.
+    """
 
     def with_few_blocks(split: Callable) -> Callable:
         def shortened(*args: Any, **more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Leave unusable samples out of shards and csv files, in the loader's workers, and tell `BadSamples`, the `counts`."""
+"""Stages of a loader's workers that leave out samples without a usable image or caption, and count them."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence

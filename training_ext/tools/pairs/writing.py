@@ -174,7 +174,10 @@ class OtherFormatError(Exception):
 
 
 def stored(data: bytes, size: int | None) -> StoredImage:
-    """An image in a shard: as it is, or as it looks, scaled down to the shorter side `size`.
+    """Bytes of an image file as a shard gets them.
+
+    Without `size` the file is kept. With it the image is turned as its EXIF entry says, converted to RGB, and scaled
+    down until its shorter side has `size` pixels.
 
     Raises:
         OtherFormatError: shards cannot hold it as it is.
