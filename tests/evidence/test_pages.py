@@ -203,6 +203,24 @@ def test_what_the_page_of_components_says_beside_its_tables(evidence):
             assert f"| {declared.label(method)} | `{rate}` | {new:.1f} | {old:.1f} |" in page
 
 
+def test_what_the_page_of_towers_says_beside_its_tables(evidence):
+    """Scores before, and what `clip` learns and forgets; by how many seeds tuneclip and LoRA are below it."""
+    declared, results, report, page = later(evidence, "towers")
+    page, every = " ".join(page.split()), list(results.values())
+    locked, tuned = (report.by_method(every, declared, cell) for cell in ("locked", "fine-tuned"))
+    clip, first = tuned["clip, both"], locked["clip"].values()
+    new, old = (report.MEASURES[f"R@10, {kind}"] for kind in ("new", "old"))
+    untrained, pretrained = (mean(report.recall(run["by_epoch"][epoch], k=10) for run in first) for epoch in (0, -1))
+    start = mean(report.recall(run["by_epoch"][0], k=10) for run in clip.values())
+    assert f"R@10 is {untrained:.1f} before and {pretrained:.1f} after" in page
+    assert f"The models before have {start:.1f} new and {pretrained:.1f} old" in page
+    learned, forgotten = mean(map(new, clip.values())) - start, pretrained - mean(map(old, clip.values()))
+    assert f"`clip` learns {learned:.1f} and forgets {forgotten:.1f}" in page
+    for method, value, below in (("tuneclip", new, 3), ("tuneclip", old, 1), ("lora", new, 3)):
+        assert sum(value(tuned[method][seed]) < value(clip[seed]) for seed in clip) == below
+    assert all(new(run) < report.recall(run["by_epoch"][0], k=10) for run in tuned["lora"].values())
+
+
 def test_the_interpolations_table_follows_from_the_scores(evidence):
     import interpolate
 
