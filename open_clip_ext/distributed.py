@@ -85,11 +85,14 @@ def wait_for_others() -> None:
 
 
 def values_where_changed(name: str, value: int, message: str) -> list[int]:
-    """Values of all processes, in the order of ranks, for whose change no process but those that have one looks.
+    """Values of all processes, in the order of ranks, exchanged when a value has changed.
+
+    Each process calls it only where its own value has changed, so that nothing is sent otherwise. It waits for the
+    others, and warns after 10 seconds.
 
     Args:
         name: of the value.
-        message: for processes whose value has not changed, their numbers in place of {}.
+        message: of the warning and the error, with {} for the numbers of the processes that have not called it.
 
     Raises:
         RuntimeError: with the message; a process has not called it within 5 minutes.

@@ -1,1 +1,1 @@
-"""Everything that touches OpenCLIP's training code; `seams.SEAMS` is the table of the names replaced in it."""
+"""Everything that touches OpenCLIP's training code; `--seams` prints the names that a run replaces in it."""

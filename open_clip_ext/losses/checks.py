@@ -74,7 +74,7 @@ def check_equal_batches(features: Tensor, before: int | None) -> None:
         before: the size of all processes in the step before, if known; then nothing is sent unless it has changed.
     """
     size = len(features)
-    if world_size() == 1 or size == before or features.is_meta:  # counting a step has no values
+    if world_size() == 1 or size == before or features.is_meta:  # a meta tensor has no value to compare
         return
     if before is None:
         sizes = all_gather(torch.tensor([size], device=features.device)).tolist()

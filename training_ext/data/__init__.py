@@ -1,1 +1,1 @@
-"""Data and files of a training with all features: rows, readers, the loss in OpenCLIP's loop, checkpoints."""
+"""What components share: rows and keys of the train data, readers of shards and csv files, files of checkpoints."""

@@ -1,1 +1,1 @@
-"""The command line: parser, checks, recipes and the dry run."""
+"""The command line: parser, help, checks and recipes."""

@@ -1,1 +1,1 @@
-"""OpenCLIP as it is installed: its versions, launch, names to replace, files and models."""
+"""OpenCLIP as it is installed: launch, safe reading of its files and models, and its failures in one line."""
