@@ -24,7 +24,8 @@ Readings fixed here, where the paper is silent:
   none does. Its updates move it away from the sample, so that this is no more than an approximation; it is nearer to
   the log-normalizers without the false negatives than all prototypes together are (`docs/evidence/flags.md`).
 - `npn_split` shards the prototypes over the processes (`sharded_prototypes`); the result is the same to float32
-  accuracy. By default they are sharded on GPUs where that is faster (`is_split_faster`), which a state does not show.
+  accuracy. By default they are sharded on GPUs where counted bytes say that it is faster (`is_split_faster`); a state
+  does not show it.
 
 Shapes: m = prototypes per direction, k <= m of them active, d = embedding dimension, B = global batch.
 """
@@ -61,8 +62,8 @@ class Prototypes(RingNormalizer, NPN):
     npn_prototypes: int = option(
         4096, "m, prototypes of the normalizer-prediction network per direction", in_state=True, **AT_LEAST_1
     )
-    npn_split: bool | None = option(Derived("on GPUs where it is faster"), "shard the prototypes over the processes")
-    npn_graph: bool = option(False, "launch a step's updates as one CUDA graph: faster, takes more memory")
+    npn_split: bool | None = option(Derived("on GPUs if counted faster"), "shard the prototypes over the processes")
+    npn_graph: bool = option(False, "updates of a step as one CUDA graph; not run on a GPU yet")
     keys: Tensor | None  # of the samples that they were drawn from, (m,) int64; None while batches have none
 
     @classmethod
