@@ -18,7 +18,7 @@ EVERY_STEP = """stage epoch step steps samples time throughput lr scale tau batc
     samples_per_second_per_gpu"""
 OF_LOSS = {
     "neuclip": """objective_learnable loss_at_chance alpha_image_mean alpha_image_std alpha_text_mean alpha_text_std
-        max_weight effective_anchors effective_negatives prototypes npn_unified_before npn_unified_after""",
+        max_weight effective_anchors effective_negatives prototypes npn_unified_before npn_unified_after loss""",
     "clip": "loss contrastive_loss",
 }
 RECALLS = [f"{way}_{name}" for way in ("image_to_text", "text_to_image") for name in ("R@1", "R@5", "R@10")]

@@ -160,6 +160,13 @@ RULES = (
     needs("lock_image_unlocked_groups", lambda run: run.lock_image or has_lora(run), "--lock-image"),
     needs("lock_text_unlocked_layers", lambda run: run.lock_text or has_lora(run), "--lock-text"),
     # Data
+    Rule(
+        "train_data",
+        lambda run: run.uses_ext_loss and not (
+            run.trains or run.val_data or run.imagenet_val or run.imagenet_v2 or run.zeroshot_data
+        ),
+        "--loss {loss} needs data to train on, or --val-data to evaluate on",
+    ),
     of_another_type("train_data"),
     of_another_type("val_data"),
     Rule(
