@@ -184,6 +184,36 @@ def test_the_page_of_neighbours_on_several_positives_follows_from_the_results(ev
     assert len(differences) == 2 and all(one in tables for one in differences)
 
 
+def test_what_is_said_of_glyphs_follows_from_the_results(evidence):
+    """The leads that do not repeat, in README, results.md and the page."""
+    declared, results, report, page = later(evidence, "glyphs")
+    first, fresh = (report.by_method(list(results.values()), declared, cell) for cell in ("glyphs", "fresh"))
+    five = {method: {seed: seeds[seed] for seed in range(40, 45)} for method, seeds in first.items()}
+    pages = {"page": " ".join(page.split())}
+    for name in ("README.md", "docs/results.md"):
+        pages[name] = " ".join((ROOT / name).read_text().split()).partition("[glyphs]")[2].partition(" [")[0]
+    everywhere, terms = ("page", "README.md", "docs/results.md"), "queue, consistency"
+    for runs, ours, theirs, names in (
+        (first, "queue", "clip", everywhere),
+        (five, "neuclip", "clip", everywhere),
+        (five, "queue", "clip", ("page", "docs/results.md")),
+        (first, terms, "cyclip", ("page", "docs/results.md")),
+        (first, terms, "clip", ("page", "docs/results.md")),
+        (first, terms, "dcl", ("docs/results.md",)),
+        (first, terms, "control", ("page",)),
+        (first, terms, "queue", ("page",)),
+        (fresh, "control", "clip", ("page",)),
+    ):
+        value, half, _ = report.paired(runs[ours], runs[theirs])
+        assert all(f"{abs(value):.1f} ± {half:.1f}" in pages[name] for name in names), (ours, theirs, value, half)
+    leads = report.by_seed(first["control"], first["clip"], report.last_recall)
+    assert f"{mean(leads):.1f} in eight seeds, with each of them" in pages["page"] and min(leads) > 0
+    assert f"{mean(report.by_seed(first['queue'], first['clip'], report.last_recall)[5:]):.1f}, and all" in pages["page"]
+    tables = report.declared(declared, list(results.values())).splitlines()
+    eight = [row for row in tables if "8, paired" in row]
+    assert len(eight) == 11 and min(float(p) for row in eight for p in re.findall(r"p (\S+)", row)) > 0.05
+
+
 def test_what_the_page_of_components_says_beside_its_tables(evidence):
     """The starts of the fine-tuning, and by rate what it learns on the validation gallery and keeps."""
     declared, results, report, page = later(evidence, "components")
