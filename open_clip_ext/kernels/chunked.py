@@ -73,6 +73,8 @@ class Pairs:
         self.blocks = [(self._rounded(rows), self._rounded(columns)) for rows, columns in sides]
         self.slices = tiles(len(image), [slice(0, self.size)], image.device)
 
+    unit = 1.0  # by which logits are multiplied to be the base e's
+
     def _rounded(self, factor: Tensor) -> Tensor:
         if not self.low:
             return factor
@@ -122,10 +124,15 @@ class Pairs:
         return peaks, totals, positives
 
     def add_softmax(
-        self, highest: Tensor, factors: Tensor, all_highest: Tensor, all_factors: Tensor, positive_weights: Tensor
+        self, highest: Tensor, factors: Tensor, all_highest: Tensor, all_factors: Tensor, positive_weights: Tensor,
+        largest: Tensor,
     ) -> None:
         """Add the gradient whose weights are exp(l_ij - highest_i) factor_i of both of a pair's anchors together, those
-        of all processes in (2, B), and of a positive `positive_weights`, (b,)."""
+        of all processes in (2, B), and of a positive `positive_weights`, (b,).
+
+        Args:
+            largest: an upper bound of an anchor's part of a weight, 0-d.
+        """
         for side in range(len(self.blocks)):
             for tile in self._tiles(side):
                 # With exp(l - r) instead all weights of an anchor would be off by the same rounding of r.
@@ -133,7 +140,7 @@ class Pairs:
                 columns = exp_(tile.logits.sub_(all_highest[1 - side, tile.column]))
                 weights = rows.mul_(factors[side, tile.row, None]).addcmul_(columns, all_factors[1 - side, tile.column])
                 weights.diagonal(tile.shift).copy_(positive_weights[tile.positives])
-                self._add(side, tile.row, tile.column, weights)
+                self._add(side, tile.row, tile.column, self._rounded(weights))
 
     def add_sigmoid(self) -> tuple[Tensor, Tensor]:
         """Add the gradient of -log sigmoid(l_ij) of the positives and -log sigmoid(-l_ij) of the others; return the
@@ -149,21 +156,21 @@ class Pairs:
                 weights.diagonal(tile.shift).neg_()
                 if side == 0:
                     all_weights[tile.row] += weights.sum(1)
-                self._add(side, tile.row, tile.column, weights)
+                self._add(side, tile.row, tile.column, self._rounded(weights))
         return values.sum(), all_weights.sum()
 
     def _add(self, side: int, row: slice, column: slice, weights: Tensor) -> None:
         """Add the weighted columns to the rows' gradient; with one block, the weighted rows to the columns', too."""
-        weights = self._rounded(weights)
         rows, columns = self.blocks[side]
-        sums = [(self.gradients[side][row], weights, columns[column])]
+        self._add_product(self.gradients[side][row], weights, columns[column])
         if len(self.blocks) == 1:
-            sums.append((self.gradients[1][column], weights.T, rows[row]))
-        for gradient, coefficients, vectors in sums:
-            if self.native:
-                gradient.add_(torch.mm(coefficients, vectors, out_dtype=gradient.dtype))
-            else:
-                gradient.addmm_(coefficients, vectors)
+            self._add_product(self.gradients[1][column], weights.T, rows[row])
+
+    def _add_product(self, gradient: Tensor, weights: Tensor, vectors: Tensor) -> None:
+        if self.native:
+            gradient.add_(torch.mm(weights, vectors, out_dtype=gradient.dtype))
+        else:
+            gradient.addmm_(weights, vectors)
 
     def finish(self, factor: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return this process's part of the gradient in image, text and scale: `factor` times the sums so far."""
@@ -186,14 +193,16 @@ def clip_loss(
     the scale, 0-d. In plain PyTorch: `equations.clip`."""
     pairs = make_pairs(batch, scale, None, low, kernels)
     peaks, totals, positives = pairs.sums()
-    losses = torch.logaddexp(totals.log() + (peaks - positives), torch.zeros_like(positives))
     highest = torch.maximum(peaks, positives)
-    totals *= (peaks - highest).exp()
-    factors = (totals + (positives - highest).exp()).reciprocal()
+    below, positives_below = (peaks - highest) * pairs.unit, (positives - highest) * pairs.unit
+    losses = torch.logaddexp(totals.log() + (below - positives_below), torch.zeros_like(positives))
+    totals *= below.exp()
+    factors = (totals + positives_below.exp()).reciprocal()
     positive_weights = -(totals * factors).sum(0)
     gathered = all_gather(torch.cat([highest, factors, losses]).T).T
     all_highest, all_factors, all_losses = gathered.split(2)
-    pairs.add_softmax(highest, factors, all_highest, all_factors, positive_weights)
+    largest = -torch.expm1(-all_losses.max())  # of 1 minus the positive's probability
+    pairs.add_softmax(highest, factors, all_highest, all_factors, positive_weights, largest)
     return all_losses.mean(), pairs.finish(1 / (2 * pairs.size))
 
 

@@ -1,6 +1,8 @@
 """The passes of `similarities` and `chunked` on a GPU: each tile's product and pass are one kernel of `tile_kernels`.
 
-The weights of a tile of `TILE` pairs are in memory, 256 MiB in float32, and the products with them are cuBLAS's.
+Factors have 16 bits: those of bfloat16 where that is asked for, else float16's, which has TF32's digits; embeddings are
+multiplied by 2^8 and weights by a power of two so that none is too small for it. Sums are float32. The weights of
+`TILE` are in memory, 128 MiB, and the products with them are cuBLAS's.
 """
 
 import math
@@ -20,18 +22,17 @@ from open_clip_ext.kernels.similarities import Block, SimilarityBlocks
 from open_clip_ext.kernels.streaming import tiles
 from open_clip_ext.surrogates import PowerHinge, Surrogate, is_linear
 
-TILE = 8192, 8192  # rows and columns whose weights are in memory at a time; few enough for the kernels' offsets
-# By kernel and bytes of a factor: rows, columns and depth of a program's tile, its warps, and the stages of its loads.
+TILE = 8192, 8192  # rows and columns whose weights are in memory at a time; few enough for the kernels' positions
+# Rows, columns and depth of a program's tile, its warps, and the stages of its loads.
 SIZES = {
-    ("sums", 4): (128, 128, 32, 8, 3), ("sums", 2): (128, 128, 64, 8, 3),
-    ("weights", 4): (128, 128, 32, 8, 3), ("weights", 2): (128, 128, 64, 8, 3),
-    ("sigmoids", 4): (128, 128, 32, 8, 3), ("sigmoids", 2): (128, 128, 64, 8, 3),
+    "sums": (128, 128, 64, 4, 3), "weights": (128, 128, 64, 4, 3), "sigmoids": (128, 64, 64, 4, 4),
+    "hinge": (128, 64, 64, 4, 4),
 }  # fmt: skip
 JOIN = 64, 32  # parts and anchors of a program of `join`
-
-
-# Largest deviation from the single operations in `deviation`: either product rounds each factor to TF32, by at most
-# 2^-10, or each weight to bfloat16, by 2^-9, and sums of many such errors are far smaller.
+FACTOR = 2.0**8  # of embeddings, whose elements are at most 1
+UNIT, LOG2_E = tile_kernels.UNIT.value, tile_kernels.LOG2_E.value
+# Largest deviation from the single operations in `deviation`: they round each factor to TF32 or bfloat16, by at most
+# 2^-10 or 2^-9, and sums of many such errors are far smaller.
 BOUND = 2**-9
 
 
@@ -45,39 +46,66 @@ class Launch:
         counts: numbers of tiles of rows and of columns, by which the kernel writes its parts.
     """
 
-    def __init__(self, kernel: Any, rows: Tensor, columns: Tensor, offset: int):
-        self.kernel, self.offset = kernel, offset
-        self.rows, self.columns = (side if side.stride(1) == 1 else side.contiguous() for side in (rows, columns))
-        self.height, self.width, self.depth, self.warps, self.stages = SIZES[kernel.__name__, rows.element_size()]
+    def __init__(self, kernel: Any, rows: Tensor, columns: Tensor, offset: int, is_hinge: bool = False):
+        self.kernel, self.rows, self.columns, self.offset = kernel, rows, columns, offset
+        self.height, self.width, self.depth, self.warps, self.stages = SIZES["hinge" if is_hinge else kernel.__name__]
         self.counts = triton.cdiv(len(rows), self.height), triton.cdiv(len(columns), self.width)
 
-    def parts(self, dim: int) -> Tensor:
-        """Memory for the parts of sums along `dim`, (2, tiles, anchors)."""
+    def parts(self, dim: int, sums: int = 2) -> Tensor:
+        """Memory for the parts of so many sums along `dim`, (sums, tiles, anchors)."""
         anchors = self.columns if dim == 0 else self.rows
-        return torch.empty(2, self.counts[dim], len(anchors), device=anchors.device)
+        return torch.empty(sums, self.counts[dim], len(anchors), device=anchors.device)
 
     def view(self, memory: Tensor) -> Tensor:
         """The first m * n elements of `memory`, (m, n)."""
         return memory[: len(self.rows) * len(self.columns)].view(len(self.rows), -1)
 
-    def __call__(self, is_exact: bool = False, **arguments: Any) -> None:
-        """Run it; `is_exact`: round each product, where a sum with an unrounded one would not be 0 that is meant to."""
+    def __call__(self, **arguments: Any) -> None:
         rows, columns = self.rows, self.columns
         assert all(one.is_contiguous() for one in arguments.values() if isinstance(one, Tensor))
         with torch.cuda.device_of(rows):
             self.kernel[(self.counts[0] * self.counts[1],)](
                 rows, columns, rows.stride(0), columns.stride(0), len(rows), len(columns), self.offset, **arguments,
                 D=rows.shape[1], BM=self.height, BN=self.width, BK=self.depth,
-                num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=not is_exact,
+                num_warps=self.warps, num_stages=self.stages,
             )  # fmt: skip
 
 
-def join(parts: Tensor, peaks: Tensor, totals: Tensor) -> None:
-    """Merge the parts of `sums`, (2, tiles, anchors), into peaks and totals, (anchors,)."""
-    _, count, anchors = parts.shape
-    with torch.cuda.device_of(parts):
-        grid = (triton.cdiv(anchors, JOIN[1]),)
-        tile_kernels.join[grid](parts, peaks, totals, count, anchors, BT=JOIN[0], BM=JOIN[1])
+class Sums:
+    """What `sums` finds of anchors, (2, b): the highest exponent and the other sums, in its order."""
+
+    def __init__(self, count: int, like: Tensor):
+        self.values = like.new_zeros(count, 2, like.shape[-1])
+        self.values[0] = tile_kernels.LEAST.value
+
+    def add(self, parts: Tensor, side: int, anchors: slice) -> None:
+        count, tiles_, number = parts.shape
+        values = [self.values[at, side, anchors] if at < count else None for at in range(4)]
+        with torch.cuda.device_of(parts):
+            tile_kernels.join[(triton.cdiv(number, JOIN[1]),)](parts, *values, tiles_, number, BT=JOIN[0], BM=JOIN[1])
+
+
+def half(factor: Tensor, low: bool = False) -> Tensor:
+    """`FACTOR` times the embeddings, in 16 bits."""
+    if low and not factor.is_cuda:  # Triton's interpreter has no bfloat16
+        return (factor * FACTOR).bfloat16().to(factor.dtype)
+    rounded = torch.empty(factor.shape, dtype=torch.bfloat16 if low else torch.float16, device=factor.device)
+    return torch.mul(factor, FACTOR, out=rounded)
+
+
+def add_product(gradient: Tensor, weights: Tensor, vectors: Tensor, unit: Tensor, factor: float) -> None:
+    """Add unit * factor * weights @ vectors; factors of 16 bits, sums of float32."""
+    if gradient.is_cuda:
+        product = torch.mm(weights, vectors, out_dtype=gradient.dtype)
+    else:
+        product = weights.to(gradient.dtype) @ vectors.to(gradient.dtype)
+    gradient.addcmul_(product, unit, value=factor / FACTOR)
+
+
+def log2_factor_of(log2_largest: Tensor) -> Tensor:
+    """The exponent of the power of two by which weights are multiplied, so that the largest sum of two is at most 2^14
+    of float16's 2^16: a bound may itself be half of one."""
+    return 13 - log2_largest.clamp(min=-100).ceil()
 
 
 def slices_of(batch: Batch) -> tuple[list[slice], list[slice]]:
@@ -90,70 +118,97 @@ def powers(surrogate: Surrogate) -> dict[str, Any] | None:
     if is_linear(surrogate):
         return {"margin": None, "POWER": 1}
     if type(surrogate) is PowerHinge and surrogate.margin_power in (1, 2):
-        return {"margin": float(surrogate.margin), "POWER": int(surrogate.margin_power)}
+        return {"margin": surrogate.margin / UNIT, "POWER": int(surrogate.margin_power)}
     return None
 
 
 class FusedBlocks(SimilarityBlocks):
-    """`SimilarityBlocks` by kernels."""
+    """`SimilarityBlocks` by kernels. The sums over an anchor's weights follow from those of the first pass."""
 
     def __init__(self, batch: Batch, surrogate: Surrogate, intra_modal: bool = False):
         super().__init__(batch, surrogate, intra_modal)
-        self.slices = slices_of(batch)
-        self.inverse = batch.all_tau.reciprocal().contiguous()
+        self.slices, self.constants = slices_of(batch), powers(surrogate)
+        for block in self.blocks:
+            block.rows, block.columns = half(block.rows), half(block.columns)
+        assert self.constants is not None
+        self.is_hinge = self.constants["margin"] is not None
+        self.inverse = (batch.all_tau / (LOG2_E * UNIT ** self.constants["POWER"])).reciprocal().contiguous()
+        self.positives = batch.all_positives / UNIT
+        self._sums: Tensor | None = None
 
     def _launches(self, kernel: Any) -> Iterator[tuple[Block, slice, slice, Launch, dict[str, Any]]]:
         """Yield blocks and their slices with the kernel, and the anchors' constants as its arguments."""
-        batch, more = self.batch, powers(self.surrogate)
-        assert more is not None
-        local = self.inverse[:, batch.local]
+        batch = self.batch
+        positives, inverse = self.positives[batch.local], self.inverse[:, batch.local]
         keys = None if batch.keys is None else batch.keys[batch.local]
         for block in self.blocks:
             for row in self.slices[0]:
                 for column in self.slices[1]:
                     offset = batch.offset + row.start - column.start
-                    yield block, row, column, Launch(kernel, block.rows[row], block.columns[column], offset), dict(
-                        row_positives=batch.positives[row], column_positives=batch.all_positives[column],
-                        row_inverse=local[block.row_side, row], column_inverse=self.inverse[block.column_side, column],
+                    launch = Launch(kernel, block.rows[row], block.columns[column], offset, self.is_hinge)
+                    yield block, row, column, launch, dict(
+                        row_positives=positives[row], column_positives=self.positives[column],
+                        row_inverse=inverse[block.row_side, row],
+                        column_inverse=self.inverse[block.column_side, column],
                         row_keys=None if keys is None else keys[row],
-                        column_keys=None if batch.keys is None else batch.keys[column], **more,
+                        column_keys=None if batch.keys is None else batch.keys[column], **(self.constants or {}),
                     )  # fmt: skip
 
     def _log_sums(self) -> Tensor:
-        totals = torch.zeros_like(self.batch.tau, memory_format=torch.contiguous_format)
-        peaks = torch.full_like(totals, torch.finfo(totals.dtype).min)
+        sums = Sums(4 if self.is_hinge else 3, self.batch.positives)
         for block, row, column, launch, constants in self._launches(tile_kernels.sums):
-            row_parts, column_parts = launch.parts(1), launch.parts(0) if block.both_directions else None
-            launch(**constants, row_parts=row_parts, column_parts=column_parts, own=None)
-            join(row_parts, peaks[block.row_side, row], totals[block.row_side, row])
+            count = len(sums.values)
+            row_parts, column_parts = launch.parts(1, count), None
+            if block.both_directions:
+                column_parts = launch.parts(0, count)
+            launch(**constants, row_parts=row_parts, column_parts=column_parts, own=None, MOMENTS=True)
+            sums.add(row_parts, block.row_side, row)
             if column_parts is not None:
-                join(column_parts, peaks[block.column_side, column], totals[block.column_side, column])
-        return totals.log_().add_(peaks)
+                sums.add(column_parts, block.column_side, column)
+        self._sums = sums.values
+        return (sums.values[1].log2() + sums.values[0]).div_(LOG2_E)
 
     def _weights(
         self, shift: Tensor, all_shift: Tensor, sums: Tensor
     ) -> Iterator[tuple[Block, slice, slice, Tensor]]:
-        shift, all_shift = shift.contiguous(), all_shift.contiguous()
-        memory = sums.new_empty(math.prod(slices[0].stop for slices in self.slices))
+        batch = self.batch
+        if self._sums is None:
+            self._log_sums()
+        assert self._sums is not None
+        peaks, totals, moments, *slopes = self._sums
+        shift, all_shift = ((LOG2_E * one).contiguous() for one in (shift, all_shift))
+        at_peak = (peaks + shift).exp2_()
+        sums[:, 0] = at_peak * (slopes or [totals])[0]
+        sums[:, 1] = at_peak * torch.addcmul(moments, peaks, totals) / LOG2_E
+        log2_sums = peaks + totals.log2()
+        if len(batch.image) < batch.size:  # those of all processes' anchors are at most
+            log2_sums = LOG2_E * (batch.all_log_batch + self.log_negatives)
+        largest_slope = 2 * (2 + UNIT * self.constants["margin"]) if self.is_hinge and self.constants else 1.0
+        log2_factor = log2_factor_of((log2_sums + all_shift).amax() + math.log2(largest_slope))
+        self.weight_unit = (-log2_factor).exp2_()
+        memory = self.blocks[0].rows.new_empty(math.prod(slices[0].stop for slices in self.slices))
         for block, row, column, launch, constants in self._launches(tile_kernels.weights):
-            row_parts, column_parts = launch.parts(1), launch.parts(0) if block.both_directions else None
             launch(
                 **constants, row_shift=shift[block.row_side, row], column_shift=all_shift[block.column_side, column],
-                row_factors=None, column_factors=None, own=None, out=launch.view(memory),
-                row_parts=row_parts, column_parts=column_parts,
+                row_factors=None, column_factors=None, own=None, log2_factor=log2_factor, out=launch.view(memory),
             )  # fmt: skip
-            sums[block.row_side, :, row] += row_parts.sum(1)
-            if column_parts is not None:
-                sums[block.column_side, :, column] += column_parts.sum(1)
             yield block, row, column, launch.view(memory)
+
+    def _add_product(self, feature: Tensor, weights: Tensor, vectors: Tensor) -> None:
+        add_product(feature, weights, vectors, self.weight_unit, 1 / self.batch.size)
 
 
 class FusedPairs(Pairs):
     """`Pairs` by kernels."""
 
+    unit = 1 / LOG2_E
+
     def __init__(self, batch: Batch, scale: Tensor, bias: Tensor | None = None, low: bool = False):
         super().__init__(batch, scale, bias, low)
         self.slices = slices_of(batch)
+
+    def _rounded(self, factor: Tensor) -> Tensor:
+        return half(factor, self.low)
 
     def _launches(self, kernel: Any) -> Iterator[tuple[int, slice, slice, Launch]]:
         for side, (rows, columns) in enumerate(self.blocks):
@@ -165,7 +220,7 @@ class FusedPairs(Pairs):
     @cached_property
     def _anchors(self) -> tuple[Tensor, Tensor]:
         """What logits, which are no gaps, have in place of the positives' similarities and 1 / tau, (B,)."""
-        return self.image.new_zeros(self.size), self.scale.expand(self.size).contiguous()
+        return self.image.new_zeros(self.size), (self.scale * (LOG2_E * UNIT)).expand(self.size).contiguous()
 
     def _constants(self, row: slice, column: slice) -> dict[str, Any]:
         zeros, inverse = self._anchors
@@ -179,40 +234,48 @@ class FusedPairs(Pairs):
         return self.blocks[0][0].new_empty(math.prod(slices[0].stop for slices in self.slices))
 
     def sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        totals = self.image.new_zeros(2, len(self.image))
-        peaks, positives = torch.full_like(totals, torch.finfo(totals.dtype).min), torch.empty_like(totals[0])
+        positives = self.image.new_empty(len(self.image))
+        sums = Sums(2, positives)
         for side, row, column, launch in self._launches(tile_kernels.sums):
             row_parts, column_parts = launch.parts(1), launch.parts(0) if len(self.blocks) == 1 else None
-            launch(**self._constants(row, column), row_parts=row_parts, column_parts=column_parts, own=positives[row])
-            join(row_parts, peaks[side, row], totals[side, row])
+            launch(
+                **self._constants(row, column), row_parts=row_parts, column_parts=column_parts, own=positives[row],
+                MOMENTS=False,
+            )  # fmt: skip
+            sums.add(row_parts, side, row)
             if column_parts is not None:
-                join(column_parts, peaks[1, column], totals[1, column])
-        return peaks, totals, positives
+                sums.add(column_parts, 1, column)
+        return sums.values[0], sums.values[1], positives
 
     def add_softmax(
-        self, highest: Tensor, factors: Tensor, all_highest: Tensor, all_factors: Tensor, positive_weights: Tensor
+        self, highest: Tensor, factors: Tensor, all_highest: Tensor, all_factors: Tensor, positive_weights: Tensor,
+        largest: Tensor,
     ) -> None:
         shift, all_shift = (-one.contiguous() for one in (highest, all_highest))
         factors, all_factors = factors.contiguous(), all_factors.contiguous()
+        log2_factor = log2_factor_of(largest.log2())
+        self.weight_unit = (-log2_factor).exp2_()
         for side, row, column, launch in self._launches(tile_kernels.weights):
             launch(
-                is_exact=True, **self._constants(row, column), row_shift=shift[side, row],
-                column_shift=all_shift[1 - side, column], row_factors=factors[side, row],
-                column_factors=all_factors[1 - side, column], own=positive_weights[row], out=launch.view(self._memory),
-                row_parts=None, column_parts=None,
+                **self._constants(row, column), row_shift=shift[side, row], column_shift=all_shift[1 - side, column],
+                row_factors=factors[side, row], column_factors=all_factors[1 - side, column],
+                own=positive_weights[row], log2_factor=log2_factor, out=launch.view(self._memory),
             )  # fmt: skip
             self._add(side, row, column, launch.view(self._memory))
 
     def add_sigmoid(self) -> tuple[Tensor, Tensor]:
-        assert self.bias is not None
         sums = self.image.new_zeros(2)
+        self.weight_unit = torch.full_like(self.scale, 1 / tile_kernels.SIGMOID_FACTOR.value)
         for side, row, column, launch in self._launches(tile_kernels.sigmoids):
             row_parts = launch.parts(1) if side == 0 else None  # the other block has the same pairs, on another process
             launch(scale=self.scale, bias=self.bias, out=launch.view(self._memory), row_parts=row_parts)
             if row_parts is not None:
                 sums += row_parts.sum((1, 2))
             self._add(side, row, column, launch.view(self._memory))
-        return sums[0], sums[1]
+        return sums[0] / LOG2_E, sums[1]
+
+    def _add_product(self, gradient: Tensor, weights: Tensor, vectors: Tensor) -> None:
+        add_product(gradient, weights, vectors, self.weight_unit, 1.0)
 
 
 @cache
@@ -223,6 +286,7 @@ def sample(dim: int, device: torch.device, is_alone: bool, has_keys: bool) -> Ba
     tau = (0.5 + 0.5 * torch.rand(2, pairs, generator=generator)).to(device)
     local = slice(0, pairs) if is_alone else slice(100, 250)
     batch = Batch._of(image[local], text[local], image, text, tau, local.start, None)
+    batch.all_log_batch = 2 / tau  # at least l / tau
     if has_keys:
         batch.keys = torch.arange(pairs, device=device) // 3
     return batch
@@ -242,8 +306,8 @@ def results_of_pairs(kind: type[Pairs], batch: Batch, is_sigmoid: bool, low: boo
     peaks, totals, positives = pairs.sums()
     highest, factors = torch.zeros_like(batch.all_tau), batch.all_tau
     local = highest[:, batch.local], factors[:, batch.local]
-    pairs.add_softmax(*local, highest, factors, positives)
-    return [peaks + totals.log(), positives, *pairs.gradients]
+    pairs.add_softmax(*local, highest, factors, positives * pairs.unit, 16 * factors.amax())
+    return [peaks * pairs.unit + totals.log(), positives * pairs.unit, *pairs.gradients]
 
 
 _deviations: dict[tuple[Any, ...], float] = {}  # by what a kernel is compiled for

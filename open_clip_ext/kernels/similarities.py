@@ -148,13 +148,16 @@ class SimilarityBlocks:
         shift, all_shift = -(alpha + self.log_negatives[batch.local]), -(all_alpha + self.log_negatives)
         sums = alpha.new_zeros(2, 2, len(batch.positives))  # by side of the anchor, as in `_weights_of_anchors`
         for block, row, column, weights in self._weights(shift, all_shift, sums):
-            features[block.row_side][row].addmm_(weights, block.columns[column], alpha=1 / batch.size)
+            self._add_product(features[block.row_side][row], weights, block.columns[column])
             if block.both_directions:
-                features[block.column_side][column].addmm_(weights.T, block.rows[row], alpha=1 / batch.size)
+                self._add_product(features[block.column_side][column], weights.T, block.rows[row])
         positive_weight = sums[:, 0].sum(0)
         for feature, partner in zip(features, (batch.text, batch.image), strict=True):
             feature.addcmul_(positive_weight[:, None], partner.detach(), value=-1 / batch.size)
         return sums[:, 0], -sums[:, 1]
+
+    def _add_product(self, feature: Tensor, weights: Tensor, vectors: Tensor) -> None:
+        feature.addmm_(weights, vectors, alpha=1 / self.batch.size)
 
     def _weights(
         self, shift: Tensor, all_shift: Tensor, sums: Tensor

@@ -1,8 +1,9 @@
 """Triton kernels over the tiles of a block of similarities: a tile's product, and a loss's pass over it in registers.
 
-An anchor's exponent for another pair is x = l(s - p) * t, with its positive's similarity p and its inverse temperature
-t; a pair has one of its row's anchor and one of its column's. Sums over a tile are written as parts, (tiles, anchors),
-and joined afterwards: no atomics, so that the same input gives the same bits.
+The factors are embeddings times 2^8 in 16 bits, so a product s is a similarity times 2^16 (`UNIT`), and the positives p
+and inverse temperatures t are given in units that fit: an anchor's exponent of 2 for another pair is x = l(s - p) * t.
+A pair has one of its row's anchor and one of its column's. Sums over a tile are written as parts, (tiles, anchors), and
+joined afterwards: no atomics, so that the same input gives the same bits.
 
 Rows (m, D) and columns (n, D) have contiguous vectors; the pair of row i is column i + offset. An argument is None
 where its values are not wanted, as the columns' sums where their anchors are another process's. Positions are 32-bit
@@ -13,7 +14,10 @@ import triton
 import triton.language as tl
 
 GROUP = tl.constexpr(8)  # rows of tiles that are computed one after another, so that their columns stay in the cache
-LEAST = tl.constexpr(-1e30)  # an exponent that is left out: finite, since inf - inf is NaN
+LEAST = tl.constexpr(-1e30)  # a product that is left out: finite, since inf - inf is NaN
+UNIT = tl.constexpr(2.0**-16)
+LOG2_E = tl.constexpr(1.4426950408889634)
+SIGMOID_FACTOR = tl.constexpr(2.0**15)  # of weights of at most 1, so that small ones are normal numbers in float16
 
 
 @triton.jit
@@ -27,7 +31,7 @@ def tile_of(m, n, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def similarities_of(
+def products_of(
     rows, columns, row_stride, column_stride, i, j, m, n,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -42,8 +46,30 @@ def similarities_of(
         else:
             left = tl.load(row + k[None, :], k[None, :] < D, 0.0)
             right = tl.load(column + k[:, None], k[:, None] < D, 0.0)
-        products = tl.dot(left, right, products, input_precision="tf32")
+        products = tl.dot(left, right, products, input_precision="ieee")  # of float32 in the interpreter alone
     return products
+
+
+@triton.jit
+def has_own(tile_row, tile_column, offset, BM: tl.constexpr, BN: tl.constexpr):
+    """Whether a row's own column is in the tile."""
+    start = tile_row * BM + offset - tile_column * BN
+    return (start < BN) & (start + BM > 0)
+
+
+@triton.jit
+def of_negatives(
+    s, tile_row, tile_column, i, j, m, n, offset, row_keys, column_keys, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """Products with `LEAST` for pairs that are no negatives: the anchor's own, those with its key, and what is beyond
+    the ends."""
+    if row_keys is not None:
+        keys, others = tl.load(row_keys + i, i < m, 0), tl.load(column_keys + j, j < n, 0)
+        s = tl.where(keys[:, None] == others[None, :], LEAST, s)
+    if has_own(tile_row, tile_column, offset, BM, BN) | ((tile_row + 1) * BM > m) | ((tile_column + 1) * BN > n):
+        s = tl.where((i + offset)[:, None] == j[None, :], LEAST, s)
+        s = tl.where((i < m)[:, None] & (j < n)[None, :], s, LEAST)
+    return s
 
 
 @triton.jit
@@ -58,66 +84,40 @@ def value_of(gap, margin, POWER: tl.constexpr):
 
 @triton.jit
 def times_slope(weights, gap, margin, POWER: tl.constexpr):
-    """`weights` times dl/ds."""
-    if margin is not None:
-        if POWER == 2:
-            weights = weights * (2 * tl.where(gap < -margin, 0.0, gap + margin))
-        else:
-            weights = tl.where(gap > -margin, weights, 0.0)
+    """`weights` times dl/ds of a hinge."""
+    if POWER == 2:
+        weights = weights * (2 * UNIT * tl.where(gap < -margin, 0.0, gap + margin))
+    else:
+        weights = tl.where(gap > -margin, weights, 0.0)
     return weights
 
 
 @triton.jit
-def of_negatives(
-    s, tile_row, tile_column, i, j, m, n, offset, row_keys, column_keys, BM: tl.constexpr, BN: tl.constexpr
+def store_sums(
+    s, positives, inverse, margin, parts, tile, tiles, at, anchors,
+    POWER: tl.constexpr, MOMENTS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Similarities (BM, BN) with `LEAST` for pairs that are no negatives: the anchor's own, those with its key, and
-    what is beyond the ends."""
-    if row_keys is not None:
-        keys, others = tl.load(row_keys + i, i < m, 0), tl.load(column_keys + j, j < n, 0)
-        s = tl.where(keys[:, None] == others[None, :], LEAST, s)
-    if has_own(tile_row, tile_column, offset, BM, BN) | ((tile_row + 1) * BM > m) | ((tile_column + 1) * BN > n):
-        s = tl.where((i + offset)[:, None] == j[None, :], LEAST, s)
-        s = tl.where((i < m)[:, None] & (j < n)[None, :], s, LEAST)
-    return s
-
-
-@triton.jit
-def has_own(tile_row, tile_column, offset, BM: tl.constexpr, BN: tl.constexpr):
-    """Whether a row's own column is in the tile."""
-    start = tile_row * BM + offset - tile_column * BN
-    return (start < BN) & (start + BM > 0)
-
-
-@triton.jit
-def exponents(s, positives, inverse, shift, margin, POWER: tl.constexpr):
-    """x + shift; that of `LEAST` gives exp 0."""
-    if margin is not None:
-        x = tl.where(s < 0.5 * LEAST, LEAST, value_of(s - positives, margin, POWER) * inverse + shift)
-    else:
-        x = s * inverse + (shift - positives * inverse)
-    return x
-
-
-@triton.jit
-def sum_of_exponentials(s, positives, inverse, margin, POWER: tl.constexpr, DIM: tl.constexpr):
-    """Along `DIM` the highest exponent, and the sum of exp(x) over that of the highest; x grows with s."""
+    """Write a tile's part of the sums of anchors `at`, whose negatives lie along `DIM`: see `sums`."""
     top = tl.max(s, DIM)
     peak = value_of(top - positives, margin, POWER) * inverse
     t = tl.expand_dims(inverse, DIM)
+    part, is_anchor, step = parts + tile * anchors + at, at < anchors, tiles * anchors
     if margin is not None:
-        x = exponents(s, tl.expand_dims(positives, DIM), t, tl.expand_dims(-peak, DIM), margin, POWER)
+        gap = s - tl.expand_dims(positives, DIM)
+        x = value_of(gap, margin, POWER) * t - tl.expand_dims(peak, DIM)
+        e = tl.where(s < 0.5 * LEAST, 0.0, tl.exp2(x))
+        tl.store(part + 3 * step, tl.sum(times_slope(e, gap, margin, POWER), DIM), is_anchor)
+        moment = tl.sum(e * x, DIM)
     else:
-        x = (s - tl.expand_dims(top, DIM)) * t  # needs fewer registers, and is 0 where s is the highest
-    return peak, tl.where(top < 0.5 * LEAST, 0.0, tl.sum(tl.exp(x), DIM))
-
-
-@triton.jit
-def store_parts(parts, first, second, tile, tiles, at, anchors):
-    """Write a tile's two sums of anchors `at` into parts (2, tiles, anchors)."""
-    part = parts + tile * anchors + at
-    tl.store(part, first, at < anchors)
-    tl.store(part + tiles * anchors, second, at < anchors)
+        y = s - tl.expand_dims(top, DIM)  # 0 where s is the highest, as x is there
+        e = tl.exp2(y * t)
+        if MOMENTS:
+            moment = tl.sum(e * y, DIM) * inverse
+    total = tl.where(top < 0.5 * LEAST, 0.0, tl.sum(e, DIM))
+    tl.store(part, peak, is_anchor)
+    tl.store(part + step, total, is_anchor)
+    if MOMENTS:
+        tl.store(part + 2 * step, moment, is_anchor)
 
 
 @triton.jit(do_not_specialize=["m", "offset"])
@@ -125,99 +125,106 @@ def sums(
     rows, columns, row_stride, column_stride, m, n, offset,
     row_positives, column_positives, row_inverse, column_inverse, row_keys, column_keys, margin,
     row_parts, column_parts, own,
-    POWER: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    POWER: tl.constexpr, MOMENTS: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Of each anchor's negatives the highest exponent, and the sum of exp(x) over that of the highest.
+    """Of each anchor's negatives the highest exponent P, and the sum of e = 2^(x - P); with MOMENTS also the sum of
+    e * (x - P), and of a hinge that of e dl/ds.
 
-    Writes row_parts (2, tiles of columns, m), column_parts (2, tiles of rows, n), and own, (m,): each pair's own
-    exponent.
+    Writes these to row_parts (2 to 4, tiles of columns, m) and column_parts (2 to 4, tiles of rows, n), and each pair's
+    own exponent to own, (m,).
     """
     tile_row, tile_column = tile_of(m, n, BM, BN)
     i, j = tile_row * BM + tl.arange(0, BM), tile_column * BN + tl.arange(0, BN)
-    s = similarities_of(rows, columns, row_stride, column_stride, i, j, m, n, D, BM, BN, BK)
+    s = products_of(rows, columns, row_stride, column_stride, i, j, m, n, D, BM, BN, BK)
     positives, inverse = tl.load(row_positives + i, i < m, 0.0), tl.load(row_inverse + i, i < m, 0.0)
     if own is not None:
         if has_own(tile_row, tile_column, offset, BM, BN):
             at = i + offset
-            similarity = tl.sum(tl.where(at[:, None] == j[None, :], s, 0.0), 1)
+            product = tl.sum(tl.where(at[:, None] == j[None, :], s, 0.0), 1)
             is_here = (at >= tile_column * BN) & (at < (tile_column + 1) * BN) & (i < m)
-            tl.store(own + i, value_of(similarity - positives, margin, POWER) * inverse, is_here)
+            tl.store(own + i, value_of(product - positives, margin, POWER) * inverse, is_here)
     s = of_negatives(s, tile_row, tile_column, i, j, m, n, offset, row_keys, column_keys, BM, BN)
-    peak, total = sum_of_exponentials(s, positives, inverse, margin, POWER, 1)
-    store_parts(row_parts, peak, total, tile_column, tl.cdiv(n, BN), i, m)
+    store_sums(s, positives, inverse, margin, row_parts, tile_column, tl.cdiv(n, BN), i, m, POWER, MOMENTS, 1)
     if column_parts is not None:
         positives, inverse = tl.load(column_positives + j, j < n, 0.0), tl.load(column_inverse + j, j < n, 0.0)
-        peak, total = sum_of_exponentials(s, positives, inverse, margin, POWER, 0)
-        store_parts(column_parts, peak, total, tile_row, tl.cdiv(m, BM), j, n)
+        store_sums(s, positives, inverse, margin, column_parts, tile_row, tl.cdiv(m, BM), j, n, POWER, MOMENTS, 0)
 
 
 @triton.jit
-def join(parts, peaks, totals, tiles, m, BT: tl.constexpr, BM: tl.constexpr):
-    """Merge the `parts` (2, tiles, m) of `sums` into peaks and totals, (m,)."""
+def join(parts, peaks, totals, moments, slopes, tiles, m, BT: tl.constexpr, BM: tl.constexpr):
+    """Merge the `parts` (2 to 4, tiles, m) of `sums` into those of earlier tiles, (m,) each."""
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     peak, total = tl.load(peaks + i, i < m, 0.0), tl.load(totals + i, i < m, 0.0)
+    if moments is not None:
+        moment = tl.load(moments + i, i < m, 0.0)
+    if slopes is not None:
+        slope = tl.load(slopes + i, i < m, 0.0)
     for start in range(0, tiles, BT):
         tile = start + tl.arange(0, BT)
-        part, here = parts + tile[:, None] * m + i[None, :], (tile < tiles)[:, None] & (i < m)[None, :]
-        some = tl.load(part, here, LEAST)
-        highest = tl.maximum(peak, tl.max(some, 0))
-        more = tl.load(part + tiles * m, here, 0.0) * tl.exp(some - highest[None, :])
-        total = total * tl.exp(peak - highest) + tl.sum(more, 0)
+        part, is_part = parts + tile[:, None] * m + i[None, :], (tile < tiles)[:, None] & (i < m)[None, :]
+        others = tl.load(part, is_part, LEAST)
+        highest = tl.maximum(peak, tl.max(others, 0))
+        lower, all_lower = peak - highest, others - highest[None, :]
+        decay, decays = tl.exp2(lower), tl.exp2(all_lower)
+        more = tl.load(part + tiles * m, is_part, 0.0)
+        if moments is not None:
+            some = decays * (tl.load(part + 2 * tiles * m, is_part, 0.0) + more * all_lower)
+            moment = decay * (moment + total * lower) + tl.sum(some, 0)
+        if slopes is not None:
+            slope = decay * slope + tl.sum(decays * tl.load(part + 3 * tiles * m, is_part, 0.0), 0)
+        total = decay * total + tl.sum(decays * more, 0)
         peak = highest
     tl.store(peaks + i, peak, i < m)
     tl.store(totals + i, total, i < m)
+    if moments is not None:
+        tl.store(moments + i, moment, i < m)
+    if slopes is not None:
+        tl.store(slopes + i, slope, i < m)
 
 
 @triton.jit
-def weights_of(s, positives, inverse, shift, margin, POWER: tl.constexpr, DIM: tl.constexpr):
-    """exp(x + shift) dl/ds, and along `DIM` their sums and those of exp(x + shift) x."""
-    p, t = tl.expand_dims(positives, DIM), tl.expand_dims(inverse, DIM)
-    weights = tl.exp(exponents(s, p, t, tl.expand_dims(shift, DIM), margin, POWER))
+def weights_of(s, positives, inverse, shift, margin, POWER: tl.constexpr):
+    """2^(x + shift) dl/ds; a tile of vectors along either dimension."""
     if margin is not None:
-        terms = tl.sum(weights * value_of(s - p, margin, POWER), DIM) * inverse
-        weights = times_slope(weights, s - p, margin, POWER)
-        total = tl.sum(weights, DIM)
+        x = value_of(s - positives, margin, POWER) * inverse + shift
+        weights = tl.where(s < 0.5 * LEAST, 0.0, times_slope(tl.exp2(x), s - positives, margin, POWER))
     else:
-        total = tl.sum(weights, DIM)
-        terms = (tl.sum(weights * s, DIM) - positives * total) * inverse
-    return weights, total, terms
+        weights = tl.exp2(s * inverse + (shift - positives * inverse))
+    return weights
 
 
 @triton.jit(do_not_specialize=["m", "offset"])
 def weights(
     rows, columns, row_stride, column_stride, m, n, offset,
     row_positives, column_positives, row_inverse, column_inverse, row_keys, column_keys, margin,
-    row_shift, column_shift, row_factors, column_factors, own, out, row_parts, column_parts,
+    row_shift, column_shift, row_factors, column_factors, own, log2_factor, out,
     POWER: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Weights of a tile's pairs in the gradient, of both anchors together: exp(x + shift) dl/ds, or with factors
-    exp(x + shift) factor.
+    """Weights of a tile's pairs in the gradient, of both anchors together: 2^(x + shift) dl/ds, or with factors
+    2^(x + shift) factor.
 
-    Writes out (m, n). Without factors also row_parts (2, tiles of columns, m) and column_parts (2, tiles of rows, n):
-    sums of an anchor's weights, and of exp(x + shift) x. With factors `own`, (m,), is the weight of each pair itself.
+    Writes out (m, n), the weights times 2^log2_factor. With factors `own`, (m,), is the weight of each pair itself.
     """
     tile_row, tile_column = tile_of(m, n, BM, BN)
     i, j = tile_row * BM + tl.arange(0, BM), tile_column * BN + tl.arange(0, BN)
-    s = similarities_of(rows, columns, row_stride, column_stride, i, j, m, n, D, BM, BN, BK)
+    s = products_of(rows, columns, row_stride, column_stride, i, j, m, n, D, BM, BN, BK)
     s = of_negatives(s, tile_row, tile_column, i, j, m, n, offset, row_keys, column_keys, BM, BN)
+    more = tl.load(log2_factor)
     positives, inverse = tl.load(row_positives + i, i < m, 0.0), tl.load(row_inverse + i, i < m, 0.0)
-    shift = tl.load(row_shift + i, i < m, 0.0)
-    weight, total, terms = weights_of(s, positives, inverse, shift, margin, POWER, 1)
-    if row_parts is not None:
-        store_parts(row_parts, total, terms, tile_column, tl.cdiv(n, BN), i, m)
+    shift = tl.load(row_shift + i, i < m, 0.0) + more
+    others, other_inverse = tl.load(column_positives + j, j < n, 0.0), tl.load(column_inverse + j, j < n, 0.0)
+    other_shift = tl.load(column_shift + j, j < n, 0.0) + more
+    weight = weights_of(s, positives[:, None], inverse[:, None], shift[:, None], margin, POWER)
+    other = weights_of(s, others[None, :], other_inverse[None, :], other_shift[None, :], margin, POWER)
     if row_factors is not None:
         weight = weight * tl.load(row_factors + i, i < m, 0.0)[:, None]
-    positives, inverse = tl.load(column_positives + j, j < n, 0.0), tl.load(column_inverse + j, j < n, 0.0)
-    shift = tl.load(column_shift + j, j < n, 0.0)
-    other, total, terms = weights_of(s, positives, inverse, shift, margin, POWER, 0)
-    if column_parts is not None:
-        store_parts(column_parts, total, terms, tile_row, tl.cdiv(m, BM), j, n)
-    if column_factors is not None:
-        other = other * tl.load(column_factors + j, j < n, 0.0)[None, :]
-    weight += other
-    if own is not None:
+        weight += other * tl.load(column_factors + j, j < n, 0.0)[None, :]
         if has_own(tile_row, tile_column, offset, BM, BN):
-            weight = tl.where((i + offset)[:, None] == j[None, :], tl.load(own + i, i < m, 0.0)[:, None], weight)
+            of_pairs = tl.load(own + i, i < m, 0.0) * tl.exp2(more)
+            weight = tl.where((i + offset)[:, None] == j[None, :], of_pairs[:, None], weight)
+    else:
+        weight += other
     place = out + i[:, None] * n + j[None, :]
     tl.store(place, weight.to(out.dtype.element_ty), (i < m)[:, None] & (j < n)[None, :])
 
@@ -229,26 +236,32 @@ def sigmoids(
 ):  # fmt: skip
     """SigLIP's weights: sigmoid(l), and -sigmoid(-l) of a pair itself, with the logit l = scale * s + bias.
 
-    Writes out (m, n) and row_parts (2, tiles of columns, m): sums of -log sigmoid(-l), or of the pair itself
-    -log sigmoid(l), and of the weights.
+    Writes out (m, n), the weights times `SIGMOID_FACTOR`, and row_parts (2, tiles of columns, m): sums of
+    -log2 sigmoid(-l), or of the pair itself -log2 sigmoid(l), and of the weights.
     """
     tile_row, tile_column = tile_of(m, n, BM, BN)
     i, j = tile_row * BM + tl.arange(0, BM), tile_column * BN + tl.arange(0, BN)
-    s = similarities_of(rows, columns, row_stride, column_stride, i, j, m, n, D, BM, BN, BK)
-    x = s * tl.load(scale) + tl.load(bias)
-    is_own, is_pair = (i + offset)[:, None] == j[None, :], (i < m)[:, None] & (j < n)[None, :]
-    x = tl.where(is_own, -x, x)
-    small = tl.exp(-tl.abs(x))  # at most 1
-    weight = tl.where(x < 0, small, 1.0) / (1 + small)
-    weight = tl.where(is_own, -weight, weight)
+    s = products_of(rows, columns, row_stride, column_stride, i, j, m, n, D, BM, BN, BK)
+    x = s * (tl.load(scale) * (LOG2_E * UNIT)) + tl.load(bias) * LOG2_E
+    is_here = has_own(tile_row, tile_column, offset, BM, BN)
+    if is_here:
+        x = tl.where((i + offset)[:, None] == j[None, :], -x, x)
+    u = tl.exp2(-tl.abs(x))  # at most 1
+    # log2(1 + u) by a polynomial that differs from it by 3e-7 of it: the logarithm of a sum near 1 loses u's digits.
+    series = 0.2561797 + u * (-0.15559997 + u * (0.063787594 - 0.012370643 * u))
+    series = u * (1.4426948 + u * (-0.72131073 + u * (0.48007375 + u * (-0.35345468 + u * series))))
+    weight = tl.exp2(-series)  # 1 / (1 + u), without a division
+    weight = tl.where(x < 0, u * weight, weight)
+    if is_here:
+        weight = tl.where((i + offset)[:, None] == j[None, :], -weight, weight)
     if row_parts is not None:
-        # log(1 + small) = 2 artanh(z): its series, since the logarithm of a sum near 1 would lose small's digits.
-        z = small / (2 + small)
-        q = z * z
-        series = 1 / 11 + q * (1 / 13 + q / 15)
-        series = 1 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * series))))
-        value = tl.where(x < 0, 0.0, x) + 2 * z * series
-        value, weight_sum = tl.sum(tl.where(is_pair, value, 0.0), 1), tl.sum(tl.where(is_pair, weight, 0.0), 1)
-        store_parts(row_parts, value, weight_sum, tile_column, tl.cdiv(n, BN), i, m)
+        value = tl.where(x < 0, 0.0, x) + series
+        if ((tile_row + 1) * BM > m) | ((tile_column + 1) * BN > n):
+            is_pair = (i < m)[:, None] & (j < n)[None, :]
+            value, weight = tl.where(is_pair, value, 0.0), tl.where(is_pair, weight, 0.0)
+        part = row_parts + tile_column * m + i
+        tl.store(part, tl.sum(value, 1), i < m)
+        tl.store(part + tl.cdiv(n, BN) * m, tl.sum(weight, 1), i < m)
     place = out + i[:, None] * n + j[None, :]
-    tl.store(place, weight.to(out.dtype.element_ty), is_pair)
+    weight = weight * SIGMOID_FACTOR
+    tl.store(place, weight.to(out.dtype.element_ty), (i < m)[:, None] & (j < n)[None, :])
