@@ -1,5 +1,5 @@
-"""Whether a loss's passes over the similarities are the kernels of `fused`: on a GPU, in large batches, where a matrix
-product is in TF32 or of bfloat16 factors; triton, which compiles them, comes with PyTorch for CUDA."""
+"""Whether a loss's passes over the similarities are the kernels of `fused`: on a GPU, in large batches, where factors of
+matrix products may have the 10 binary digits of TF32 or bfloat16's; triton, which compiles them, comes with PyTorch."""
 
 import logging
 import os
@@ -18,6 +18,7 @@ KERNELS = option(
 )
 # Pairs of all processes from which they are faster, by pass: measured on one H100 (docs/performance.md).
 LEAST_PAIRS = {"clip": 8192, "siglip": 8192, "global": 8192}
+HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # products of 16 bits with float32 sums, on CUDA
 LEAST_CAPABILITY = 8, 0  # the first with TF32 and bfloat16
 _eager = False  # in this process, since a kernel failed
 
@@ -39,6 +40,7 @@ def is_possible(batch: Batch, name: str, low: bool) -> bool:
         and image.shape[1] % 16 == 0
         and torch.version.cuda is not None
         and torch.cuda.get_device_capability(image.device) >= LEAST_CAPABILITY
+        and HAS_OUT_DTYPE
         and (low or has_tf32())
         and find_spec("triton") is not None
     )

@@ -25,11 +25,9 @@ from torch import Tensor
 
 from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import all_gather
-from open_clip_ext.kernels.choice import fused_kernels
+from open_clip_ext.kernels.choice import HAS_OUT_DTYPE, fused_kernels
 from open_clip_ext.kernels.positives import SeveralPositives
 from open_clip_ext.kernels.streaming import add_exp_, exp_, tiles
-
-HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # products of bfloat16 with float32 sums, on CUDA
 
 
 @dataclass

@@ -79,10 +79,14 @@ class Sums:
         self.values[0] = tile_kernels.LEAST.value
 
     def add(self, parts: Tensor, side: int, anchors: slice) -> None:
-        count, tiles_, number = parts.shape
+        """Merge the parts (sums, tiles, anchors) of the `anchors` of a side."""
+        count, tile_count, number = parts.shape
         values = [self.values[at, side, anchors] if at < count else None for at in range(4)]
         with torch.cuda.device_of(parts):
-            tile_kernels.join[(triton.cdiv(number, JOIN[1]),)](parts, *values, tiles_, number, BT=JOIN[0], BM=JOIN[1])
+            tile_kernels.join[(triton.cdiv(number, JOIN[1]),)](
+                parts, *values, tile_count, number,
+                ROUNDS=triton.cdiv(tile_count, JOIN[0]), BT=JOIN[0], BM=JOIN[1],
+            )  # fmt: skip
 
 
 def half(factor: Tensor, low: bool = False) -> Tensor:

@@ -152,7 +152,7 @@ def sums(
 
 
 @triton.jit
-def join(parts, peaks, totals, moments, slopes, tiles, m, BT: tl.constexpr, BM: tl.constexpr):
+def join(parts, peaks, totals, moments, slopes, tiles, m, ROUNDS: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr):
     """Merge the `parts` (2 to 4, tiles, m) of `sums` into those of earlier tiles, (m,) each."""
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     peak, total = tl.load(peaks + i, i < m, 0.0), tl.load(totals + i, i < m, 0.0)
@@ -160,8 +160,8 @@ def join(parts, peaks, totals, moments, slopes, tiles, m, BT: tl.constexpr, BM: 
         moment = tl.load(moments + i, i < m, 0.0)
     if slopes is not None:
         slope = tl.load(slopes + i, i < m, 0.0)
-    for start in range(0, tiles, BT):
-        tile = start + tl.arange(0, BT)
+    for round in range(ROUNDS):
+        tile = round * BT + tl.arange(0, BT)
         part, is_part = parts + tile[:, None] * m + i[None, :], (tile < tiles)[:, None] & (i < m)[None, :]
         others = tl.load(part, is_part, LEAST)
         highest = tl.maximum(peak, tl.max(others, 0))
