@@ -1,5 +1,6 @@
-"""Whether a loss's passes over the similarities are the kernels of `fused`: on a GPU, in large batches, where factors of
-matrix products may have the 10 binary digits of TF32 or bfloat16's; triton, which compiles them, comes with PyTorch."""
+"""Whether a loss's passes over the similarities are the kernels of `fused`: on a GPU, in large batches, where factors
+of matrix products may have the 10 binary digits of TF32, or bfloat16's; triton, which compiles them, comes with
+PyTorch."""
 
 import logging
 import os
