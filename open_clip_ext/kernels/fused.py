@@ -25,7 +25,7 @@ from open_clip_ext.surrogates import PowerHinge, Surrogate, is_linear
 TILE = 8192, 8192  # rows and columns whose weights are in memory at a time; few enough for the kernels' positions
 # Rows, columns and depth of a program's tile, its warps, and the stages of its loads.
 SIZES = {
-    "sums": (128, 128, 64, 4, 3), "weights": (128, 128, 64, 4, 3), "sigmoids": (128, 64, 64, 4, 4),
+    "sums": (128, 128, 64, 4, 3), "weights": (128, 128, 64, 4, 3), "sigmoids": (128, 128, 64, 4, 3),
     "hinge": (128, 64, 64, 4, 4),
 }  # fmt: skip
 JOIN = 64, 32  # parts and anchors of a program of `join`
@@ -138,7 +138,6 @@ class FusedBlocks(SimilarityBlocks):
         self.is_hinge = self.constants["margin"] is not None
         self.inverse = (batch.all_tau / (LOG2_E * UNIT ** self.constants["POWER"])).reciprocal().contiguous()
         self.positives = batch.all_positives / UNIT
-        self._sums: Tensor | None = None
 
     def _launches(self, kernel: Any) -> Iterator[tuple[Block, slice, slice, Launch, dict[str, Any]]]:
         """Yield blocks and their slices with the kernel, and the anchors' constants as its arguments."""
@@ -158,37 +157,44 @@ class FusedBlocks(SimilarityBlocks):
                         column_keys=None if batch.keys is None else batch.keys[column], **(self.constants or {}),
                     )  # fmt: skip
 
-    def _log_sums(self) -> Tensor:
+    @cached_property
+    def _sums(self) -> Tensor:
+        """What `sums` finds of this process's anchors, (3 or 4, 2, b)."""
         sums = Sums(4 if self.is_hinge else 3, self.batch.positives)
         for block, row, column, launch, constants in self._launches(tile_kernels.sums):
-            count = len(sums.values)
-            row_parts, column_parts = launch.parts(1, count), None
+            row_parts, column_parts = launch.parts(1, len(sums.values)), None
             if block.both_directions:
-                column_parts = launch.parts(0, count)
+                column_parts = launch.parts(0, len(sums.values))
             launch(**constants, row_parts=row_parts, column_parts=column_parts, own=None, MOMENTS=True)
             sums.add(row_parts, block.row_side, row)
             if column_parts is not None:
                 sums.add(column_parts, block.column_side, column)
-        self._sums = sums.values
-        return (sums.values[1].log2() + sums.values[0]).div_(LOG2_E)
+        return sums.values
+
+    @cached_property
+    def _log2_sums(self) -> Tensor:
+        return self._sums[1].log2().add_(self._sums[0])
+
+    def _log_sums(self) -> Tensor:
+        return self._log2_sums / LOG2_E
 
     def _weights(
         self, shift: Tensor, all_shift: Tensor, sums: Tensor
     ) -> Iterator[tuple[Block, slice, slice, Tensor]]:
         batch = self.batch
-        if self._sums is None:
-            self._log_sums()
-        assert self._sums is not None
         peaks, totals, moments, *slopes = self._sums
-        shift, all_shift = ((LOG2_E * one).contiguous() for one in (shift, all_shift))
+        all_shift = torch.mul(all_shift, LOG2_E, out=torch.empty(all_shift.shape, device=all_shift.device))
+        shift = all_shift[:, batch.local]
         at_peak = (peaks + shift).exp2_()
-        sums[:, 0] = at_peak * (slopes or [totals])[0]
-        sums[:, 1] = at_peak * torch.addcmul(moments, peaks, totals) / LOG2_E
-        log2_sums = peaks + totals.log2()
+        sums[:, 0].addcmul_(at_peak, (slopes or [totals])[0])
+        sums[:, 1].addcmul_(at_peak, torch.addcmul(moments, peaks, totals), value=1 / LOG2_E)
+        log2_sums = self._log2_sums
         if len(batch.image) < batch.size:  # those of all processes' anchors are at most
             log2_sums = LOG2_E * (batch.all_log_batch + self.log_negatives)
-        largest_slope = 2 * (2 + UNIT * self.constants["margin"]) if self.is_hinge and self.constants else 1.0
-        log2_factor = log2_factor_of((log2_sums + all_shift).amax() + math.log2(largest_slope))
+        log2_largest = (log2_sums + all_shift).amax()
+        if self.is_hinge and self.constants:  # whose slope is at most
+            log2_largest += math.log2(2 * (2 + UNIT * self.constants["margin"]))
+        log2_factor = log2_factor_of(log2_largest)
         self.weight_unit = (-log2_factor).exp2_()
         memory = self.blocks[0].rows.new_empty(math.prod(slices[0].stop for slices in self.slices))
         for block, row, column, launch, constants in self._launches(tile_kernels.weights):

@@ -244,23 +244,22 @@ def sigmoids(
     s = products_of(rows, columns, row_stride, column_stride, i, j, m, n, D, BM, BN, BK)
     x = s * (tl.load(scale) * (LOG2_E * UNIT)) + tl.load(bias) * LOG2_E
     is_here = has_own(tile_row, tile_column, offset, BM, BN)
-    if is_here:
+    if is_here | ((tile_row + 1) * BM > m) | ((tile_column + 1) * BN > n):
         x = tl.where((i + offset)[:, None] == j[None, :], -x, x)
+        x = tl.where((i < m)[:, None] & (j < n)[None, :], x, LEAST)
     u = tl.exp2(-tl.abs(x))  # at most 1
     # log2(1 + u) by a polynomial that differs from it by 3e-7 of it: the logarithm of a sum near 1 loses u's digits.
     series = 0.2561797 + u * (-0.15559997 + u * (0.063787594 - 0.012370643 * u))
     series = u * (1.4426948 + u * (-0.72131073 + u * (0.48007375 + u * (-0.35345468 + u * series))))
     weight = tl.exp2(-series)  # 1 / (1 + u), without a division
     weight = tl.where(x < 0, u * weight, weight)
-    if is_here:
+    if row_parts is not None:
+        value = tl.sum(tl.where(x < 0, 0.0, x) + series, 1)
+    if is_here:  # after the sum, so that no other tile of values is still needed
         weight = tl.where((i + offset)[:, None] == j[None, :], -weight, weight)
     if row_parts is not None:
-        value = tl.where(x < 0, 0.0, x) + series
-        if ((tile_row + 1) * BM > m) | ((tile_column + 1) * BN > n):
-            is_pair = (i < m)[:, None] & (j < n)[None, :]
-            value, weight = tl.where(is_pair, value, 0.0), tl.where(is_pair, weight, 0.0)
         part = row_parts + tile_column * m + i
-        tl.store(part, tl.sum(value, 1), i < m)
+        tl.store(part, value, i < m)
         tl.store(part + tl.cdiv(n, BN) * m, tl.sum(weight, 1), i < m)
     place = out + i[:, None] * n + j[None, :]
     weight = weight * SIGMOID_FACTOR
