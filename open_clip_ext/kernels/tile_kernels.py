@@ -100,20 +100,18 @@ def store_sums(
     """Write a tile's part of the sums of anchors `at`, whose negatives lie along `DIM`: see `sums`."""
     top = tl.max(s, DIM)
     peak = value_of(top - positives, margin, POWER) * inverse
-    t = tl.expand_dims(inverse, DIM)
     part, is_anchor, step = parts + tile * anchors + at, at < anchors, tiles * anchors
     if margin is not None:
         gap = s - tl.expand_dims(positives, DIM)
-        x = value_of(gap, margin, POWER) * t - tl.expand_dims(peak, DIM)
+        x = value_of(gap, margin, POWER) * tl.expand_dims(inverse, DIM) - tl.expand_dims(peak, DIM)
         e = tl.where(s < 0.5 * LEAST, 0.0, tl.exp2(x))
         tl.store(part + 3 * step, tl.sum(times_slope(e, gap, margin, POWER), DIM), is_anchor)
-        moment = tl.sum(e * x, DIM)
+        total, moment = tl.sum(e, DIM), tl.sum(e * x, DIM)
     else:
-        y = s - tl.expand_dims(top, DIM)  # 0 where s is the highest, as x is there
-        e = tl.exp2(y * t)
+        e = tl.exp2(s * tl.expand_dims(inverse, DIM) - tl.expand_dims(top * inverse, DIM))
+        total = tl.where(top < 0.5 * LEAST, 0.0, tl.sum(e, DIM))
         if MOMENTS:
-            moment = tl.sum(e * y, DIM) * inverse
-    total = tl.where(top < 0.5 * LEAST, 0.0, tl.sum(e, DIM))
+            moment = tl.where(top < 0.5 * LEAST, 0.0, (tl.sum(e * s, DIM) - top * total) * inverse)
     tl.store(part, peak, is_anchor)
     tl.store(part + step, total, is_anchor)
     if MOMENTS:
