@@ -83,7 +83,7 @@ def random_data(n: int = 116_680) -> Data:
     """As many random pictures and captions as there are glyphs."""
     generator = torch.Generator().manual_seed(0)
     return {
-        "train_images": torch.randint(256, (n, 512), generator=generator).byte(),
+        "train_images": torch.randint(256, (n, 32, 32), generator=generator).byte(),
         "train_tokens": torch.randint(1, 49407, (n, 24), generator=generator).to(torch.uint16),
     }
 
@@ -186,10 +186,9 @@ class Towers(nn.Module):
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.low, cache_enabled=False):
             return self.model(self.pixels(self.images[rows]), self.tokens[rows])
 
-    def pixels(self, packed: Tensor) -> Tensor:
-        """Normalized grey pictures, (n, 3, 32, 32), of bytes with two of 16 shades each, (n, 512)."""
-        shades = torch.stack([packed >> 4, packed & 15], dim=2).view(-1, 1, 32, 32) / 15
-        return (shades - self.mean) / self.std
+    def pixels(self, shades: Tensor) -> Tensor:
+        """Normalized pictures, (n, 3, 32, 32), of grey bytes, (n, 32, 32)."""
+        return (shades[:, None] / 255 - self.mean) / self.std
 
     @torch.no_grad()
     def encode(self, images: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
