@@ -98,6 +98,7 @@ def concepts(result: dict) -> float:
 
 MEASURES = {
     "R@1": last_recall, "R@10": partial(last_recall, k=10), "zero-shot": concepts,
+    "zero-shot, characters": lambda result: 100 * result["zero_shot"].get("zeroshot-characters", 0.0),
     "R@10, new": partial(last_recall, k=10), "R@10, old": lambda result: result["old_R@10"], "zero-shot, old": concepts,
     "tau, last epoch": lambda result: result["tau"], "CPU seconds": lambda result: result["cpu_seconds"],
     "peak, MiB": lambda result: result["peak_mib"],
