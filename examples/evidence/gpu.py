@@ -70,7 +70,7 @@ class Worker:
 def serve(pipe: connection.Connection, data: Data, device: str) -> None:
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = True  # as OpenCLIP's command
-    open_clip.add_model_config(Path(open_clip_ext.__file__).parent / "model_configs")
+    open_clip.add_model_config(open_clip_ext.MODEL_CONFIGS)
     data = {name: tensor.to(device, dtype_of(tensor)) for name, tensor in data.items()}
     while True:
         function, *arguments = pipe.recv()
