@@ -1,7 +1,7 @@
 """Run the grid of gpu.yaml on one GPU, many trainings at once (gpu_training.py).
 
     python examples/evidence/pack_glyphs.py --fonts fonts --out glyphs.xz
-    python examples/evidence/gpu.py --data glyphs.xz --results gpu.jsonl --seconds 330
+    python examples/evidence/gpu.py --data glyphs.xz --results gpu.jsonl --seconds 290
 
 Each worker process makes one training after another, in the grid's order. A finished one adds its line to the results,
 for report.py beside this file, and none is begun that the seconds left would cut.
@@ -10,20 +10,22 @@ for report.py beside this file, and none is begun that the seconds left would cu
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import time
 import traceback
+import warnings
 from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
 
+BEGIN = time.monotonic()  # before the imports
 os.environ["OMP_NUM_THREADS"] = "1"  # of each worker
 
 import open_clip
 import torch
 from gpu_training import Data, read_data, settings, train
 from grid import HERE, Grid, Run, append_result, last_recall, read_results, told
-from run import pace
 
 import open_clip_ext
 
@@ -33,12 +35,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="pack_glyphs.py's file")
     parser.add_argument("--grid", type=Path, default=HERE / "gpu.yaml", help="(default: beside this file)")
     parser.add_argument("--results", type=Path, default=HERE / "gpu.jsonl", help="(default: beside this file)")
-    parser.add_argument("--workers", type=int, default=14, metavar="N", help="trainings at a time (default: 14)")
-    parser.add_argument("--seconds", type=float, default=330, help="end after so many (default: 330)")
+    parser.add_argument("--workers", type=int, default=8, metavar="N", help="trainings at a time (default: 8)")
+    parser.add_argument("--seconds", type=float, default=290, help="end after so many (default: 290)")
     parser.add_argument("--commit", help="of this code, for the results")
     parser.add_argument("--device", default="cuda", help="(default: cuda)")
     args = parser.parse_args()
-    end = time.monotonic() + args.seconds
+    end = BEGIN + args.seconds
     with told(parser):
         grid, data = Grid(args.grid), read_data(args.data)
     workers = [Worker(data, args.device) for _ in range(args.workers)]
@@ -69,6 +71,8 @@ class Worker:
 
 def serve(pipe: connection.Connection, data: Data, device: str) -> None:
     torch.set_num_threads(1)
+    logging.disable(logging.WARNING)  # "No pretrained weights", once a run
+    warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")  # of graphs; the numbers are the same
     torch.backends.cuda.matmul.allow_tf32 = True  # as OpenCLIP's command
     open_clip.add_model_config(open_clip_ext.MODEL_CONFIGS)
     data = {name: tensor.to(device, dtype_of(tensor)) for name, tensor in data.items()}
@@ -87,24 +91,33 @@ def dtype_of(tensor: torch.Tensor) -> torch.dtype:
 def work(grid: Grid, workers: list[Worker], args: argparse.Namespace, end: float) -> None:
     """Keep the workers busy with the grid's runs in order, until none is left or fits."""
     begun: set[Run] = set()
+    had: dict[Run, float] = {}  # seconds of the GPU that each running one has had, if they share it equally
+    took, estimated = 0.0, 0.0  # such seconds of the finished ones
+    now = time.monotonic()
     while True:
         results = read_results(args.results)
-        hours = (end - time.monotonic()) / 3600 / pace(grid, results)
+        pace = took / estimated if took else 1.0
         for worker in workers:
-            if worker.run is None and (run := grid.next_run(results, begun, None, hours)):
+            still = sum(max(0.0, pace * seconds(grid, run) - some) for run, some in had.items())
+            room = (end - now - still) / 3600 / pace
+            if worker.run is None and (run := grid.next_run(results, begun, None, room)):
                 worker.run = run
                 begun.add(run)
+                had[run] = 0.0
                 worker.call(train, grid.flags(run, results), grid.cells[run.cell]["gallery"])
         busy = {worker.pipe: worker for worker in workers if worker.run}
-        ready = connection.wait(list(busy), max(0.0, end - time.monotonic())) if busy else []
+        ready = connection.wait(list(busy), max(0.0, end - now)) if busy else []
+        before, now = now, time.monotonic()
+        had = {run: some + (now - before) / len(had) for run, some in had.items()}
         for pipe in ready:
             worker = busy[pipe]
             run, worker.run = worker.run, None
+            took, estimated = took + had.pop(run), estimated + seconds(grid, run)
+            left = f"{end - now:5.0f} s left  {run.name}"
             try:
                 answer = pipe.recv()
             except EOFError:
                 answer, workers = "its process ended", [other for other in workers if other is not worker]
-            left = f"{end - time.monotonic():5.0f} s left  {run.name}"
             if isinstance(answer, str):
                 print(left, answer, sep="\n", flush=True)
                 continue
@@ -114,6 +127,11 @@ def work(grid: Grid, workers: list[Worker], args: argparse.Namespace, end: float
         if not ready:
             missing = sum(run.name not in results for run in grid.runs)
             return print(f"{missing} of {len(grid.runs)} runs have no result; {len(busy)} were cut")
+
+
+def seconds(grid: Grid, run: Run) -> float:
+    """The estimated time of a run that has the GPU alone."""
+    return 3600 * grid.hours(run)
 
 
 def about(grid: Grid, run: Run, results: dict[str, dict]) -> dict[str, Any]:
