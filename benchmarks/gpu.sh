@@ -58,11 +58,11 @@ kernels() {  # --kernels: errors, times by the size of a tile, and losses with a
 network() {  # the network's updates against bare matrix products: plain, compiled, as a CUDA graph, in bfloat16
     "$PYTHON" benchmarks/network.py "${common[@]}" "${network[@]}" --json "$OUT/network.json"
 }
-graph() {  # --npn-graph: whether each bit is as without it, then times of the updates and of whole steps
+graph() {  # --no-npn-graph: whether each bit is as with it, then times of the updates and of whole steps
     read -r name size <<< "${models[0]}"
     "$PYTHON" benchmarks/network.py "${common[@]}" "${network[@]}" --also graph --json "$OUT/graph.json" &&
         "$PYTHON" benchmarks/step_time.py "${common[@]}" --model "$name" --batch-size "$size" --precision "$precision" \
-            --prototypes 4096 --consecutive "$consecutive" --losses neuclip "neuclip, graph" --json "$OUT/graph-steps.json"
+            --prototypes 4096 --consecutive "$consecutive" --losses neuclip "neuclip, no graph" --json "$OUT/graph-steps.json"
 }
 rows() {  # tables on the device and in host memory
     for where in device host; do

@@ -7,9 +7,10 @@ prototypes, `backward`, AdaGrad. `products` are the two matrix products per dire
 anchors with prototypes, and weights with anchors. `ours` is a step's whole `update`, which also pushes the batch into
 the ring buffer. All alternate; ratios are those of the medians.
 
-`--also compile` adds the update under torch.compile, `graph` that with `--npn-graph`, and `bfloat16` the bare products
-in bfloat16. They show what fewer launches and lower precision could gain. A variant that fails prints the reason and is
-left out. `graph` also trains networks with and without it; the exit code is 1 if they differ in a bit.
+`ours` launches each operation. `--also compile` adds the update under torch.compile, `graph` that as one CUDA graph,
+which is the default on a GPU, and `bfloat16` the bare products in bfloat16. They show what fewer launches and lower
+precision gain. A variant that fails prints the reason and is left out. `graph` also trains networks with and without
+it; the exit code is 1 if they differ in a bit.
 """
 
 import sys
@@ -100,9 +101,9 @@ def compare(batch_size: int, m: int, dim: int, device: torch.device, args) -> di
         log_batch = torch.full((2, len(image[rows])), -9.0, device=device)
         return Batch.of_process(image[rows], text[rows], torch.tensor(0.03, device=device), log_batch=log_batch)
 
-    def make(**more: bool) -> Prototypes:
+    def make(npn_graph: bool = False) -> Prototypes:
         options = dict(npn_prototypes=m, npn_updates=args.updates, npn_restart_every=0, npn_lr=0.01)
-        normalizer = Prototypes(**options, **more)
+        normalizer = Prototypes(**options, npn_graph=npn_graph)
         normalizer.materialize(dim, device, image.dtype)
         for start in range(0, m, batch_size):
             normalizer.update(batch_of(slice(start, start + batch_size)))

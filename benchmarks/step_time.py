@@ -57,7 +57,7 @@ def state_bytes(loss: nn.Module) -> int:
 
 def main(argv: list[str] | None = None) -> list[dict]:
     flags = parser(__doc__)
-    flags.add_argument("--losses", nargs="+", help="default: all; 'neuclip, graph' is with --npn-graph")
+    flags.add_argument("--losses", nargs="+", help="default: all; 'neuclip, no graph' is with --no-npn-graph")
     flags.add_argument("--model", default="ViT-shapes-tiny")
     flags.add_argument("--batch-size", type=int, default=64)
     flags.add_argument("--num-samples", type=int, default=20_000, help="rows of the tables")
@@ -67,7 +67,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     args = flags.parse_args(argv)
     device = begin(args)
     settings: dict[str, dict] = {"neuclip": {"npn_prototypes": args.prototypes}}
-    settings |= {"neuclip, graph": settings["neuclip"] | {"npn_graph": True}, "queue": {"queue_size": args.prototypes}}
+    settings["neuclip, no graph"] = settings["neuclip"] | {"npn_graph": False}
+    settings["queue"] = {"queue_size": args.prototypes}
     steps, baseline, results = Steps(args, device), ClipLoss(), []
     names = args.losses or [preset.name for preset in open_clip_ext.list_losses() if not preset.is_open_clip]
     for name in tqdm(names, desc="losses"):

@@ -126,7 +126,7 @@ GPU_PARTS = {  # and what the figures of each look like
     "loss": r"^ *queue .*\d\.\d\d",
     "kernels": r"^ *global .* True\n(.*\n)*.*\n *fastclip-v3, fused .*\d\.\d\d",
     "network": r"^ *16 .*\d\.\d\d",
-    "graph": r"^ *16 .* equal .*\n(.*\n)*neuclip, graph .*\d\.\d\d",
+    "graph": r"^ *16 .* equal .*\n(.*\n)*neuclip, no graph .*\d\.\d\d",
     "processes": r"gloo, neuclip --npn-split:\n.* 8/8 loss \d",
     "icons": r"batch 16, fastclip-v3 --rho 6.5:\n.*Eval Epoch: 1 .*\d\.\d\d",
     "rows": r"^ *10,000 .*\d\.\d\d",

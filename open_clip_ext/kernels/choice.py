@@ -11,7 +11,6 @@ import torch
 
 from open_clip_ext.batch import Batch
 from open_clip_ext.options import option
-from open_clip_ext.surrogates import Surrogate
 
 KERNELS = option(
     "auto", "passes over the similarities: on a GPU with large batches one kernel each, or always single operations",
@@ -47,15 +46,13 @@ def is_possible(batch: Batch, name: str, low: bool) -> bool:
     )
 
 
-def fused_kernels(
-    batch: Batch, kernels: str, name: str, low: bool = False, surrogate: Surrogate | None = None
-) -> ModuleType | None:
+def fused_kernels(batch: Batch, kernels: str, name: str, low: bool = False) -> ModuleType | None:
     """The module `fused`, or None: then the passes are single operations.
 
     Args:
         kernels: value of the option.
         name: of `LEAST_PAIRS`.
-        low: as in `Pairs`; `surrogate`: as in `SimilarityBlocks`.
+        low: as in `Pairs`.
     """
     global _eager
     if kernels == "eager" or _eager or not is_possible(batch, name, low):
@@ -63,9 +60,7 @@ def fused_kernels(
     try:
         from open_clip_ext.kernels import fused  # imports triton
 
-        if surrogate is not None and fused.powers(surrogate) is None:
-            return None
-        deviation = fused.deviation(batch, name, low, surrogate)
+        deviation = fused.deviation(batch, name, low)
     except Exception as error:  # whatever a compiler raises; its reason is in the last line
         last_line = str(error).strip().rpartition("\n")[2]
         deviation, reason = None, f"{type(error).__name__}: {last_line}"

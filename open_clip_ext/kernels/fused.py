@@ -20,14 +20,11 @@ from open_clip_ext.kernels import tile_kernels
 from open_clip_ext.kernels.chunked import Pairs
 from open_clip_ext.kernels.similarities import Block, SimilarityBlocks
 from open_clip_ext.kernels.streaming import tiles
-from open_clip_ext.surrogates import PowerHinge, Surrogate, is_linear
+from open_clip_ext.surrogates import Identity, Surrogate
 
 TILE = 8192, 8192  # rows and columns whose weights are in memory at a time; few enough for the kernels' positions
 # Rows, columns and depth of a program's tile, its warps, and the stages of its loads.
-SIZES = {
-    "sums": (128, 128, 64, 4, 3), "weights": (128, 128, 64, 4, 3), "sigmoids": (128, 128, 64, 4, 3),
-    "hinge": (128, 64, 64, 4, 4),
-}  # fmt: skip
+SIZES = dict.fromkeys(("sums", "weights", "sigmoids"), (128, 128, 64, 4, 3))
 JOIN = 64, 32  # parts and anchors of a program of `join`
 FACTOR = 2.0**8  # of embeddings, whose elements are at most 1
 UNIT, LOG2_E = tile_kernels.UNIT.value, tile_kernels.LOG2_E.value
@@ -46,9 +43,9 @@ class Launch:
         counts: numbers of tiles of rows and of columns, by which the kernel writes its parts.
     """
 
-    def __init__(self, kernel: Any, rows: Tensor, columns: Tensor, offset: int, is_hinge: bool = False):
+    def __init__(self, kernel: Any, rows: Tensor, columns: Tensor, offset: int):
         self.kernel, self.rows, self.columns, self.offset = kernel, rows, columns, offset
-        self.height, self.width, self.depth, self.warps, self.stages = SIZES["hinge" if is_hinge else kernel.__name__]
+        self.height, self.width, self.depth, self.warps, self.stages = SIZES[kernel.__name__]
         self.counts = triton.cdiv(len(rows), self.height), triton.cdiv(len(columns), self.width)
 
     def parts(self, dim: int, sums: int = 2) -> Tensor:
@@ -81,7 +78,7 @@ class Sums:
     def add(self, parts: Tensor, side: int, anchors: slice) -> None:
         """Merge the parts (sums, tiles, anchors) of the `anchors` of a side."""
         count, tile_count, number = parts.shape
-        values = [self.values[at, side, anchors] if at < count else None for at in range(4)]
+        values = [self.values[at, side, anchors] if at < count else None for at in range(3)]
         with torch.cuda.device_of(parts):
             tile_kernels.join[(triton.cdiv(number, JOIN[1]),)](
                 parts, *values, tile_count, number,
@@ -117,26 +114,16 @@ def slices_of(batch: Batch) -> tuple[list[slice], list[slice]]:
     return tiles(len(batch.image), [slice(0, batch.size)], batch.image.device, TILE)
 
 
-def powers(surrogate: Surrogate) -> dict[str, Any] | None:
-    """The surrogate as arguments of the kernels, or None if they do not have it."""
-    if is_linear(surrogate):
-        return {"margin": None, "POWER": 1}
-    if type(surrogate) is PowerHinge and surrogate.margin_power in (1, 2):
-        return {"margin": surrogate.margin / UNIT, "POWER": int(surrogate.margin_power)}
-    return None
-
-
 class FusedBlocks(SimilarityBlocks):
-    """`SimilarityBlocks` by kernels. The sums over an anchor's weights follow from those of the first pass."""
+    """`SimilarityBlocks` by kernels, for l(x) = x. The sums over an anchor's weights follow from those of the first
+    pass."""
 
     def __init__(self, batch: Batch, surrogate: Surrogate, intra_modal: bool = False):
         super().__init__(batch, surrogate, intra_modal)
-        self.slices, self.constants = slices_of(batch), powers(surrogate)
+        self.slices = slices_of(batch)
         for block in self.blocks:
             block.rows, block.columns = half(block.rows), half(block.columns)
-        assert self.constants is not None
-        self.is_hinge = self.constants["margin"] is not None
-        self.inverse = (batch.all_tau / (LOG2_E * UNIT ** self.constants["POWER"])).reciprocal().contiguous()
+        self.inverse = (batch.all_tau / (LOG2_E * UNIT)).reciprocal().contiguous()
         self.positives = batch.all_positives / UNIT
 
     def _launches(self, kernel: Any) -> Iterator[tuple[Block, slice, slice, Launch, dict[str, Any]]]:
@@ -148,23 +135,21 @@ class FusedBlocks(SimilarityBlocks):
             for row in self.slices[0]:
                 for column in self.slices[1]:
                     offset = batch.offset + row.start - column.start
-                    launch = Launch(kernel, block.rows[row], block.columns[column], offset, self.is_hinge)
+                    launch = Launch(kernel, block.rows[row], block.columns[column], offset)
                     yield block, row, column, launch, dict(
                         row_positives=positives[row], column_positives=self.positives[column],
                         row_inverse=inverse[block.row_side, row],
                         column_inverse=self.inverse[block.column_side, column],
                         row_keys=None if keys is None else keys[row],
-                        column_keys=None if batch.keys is None else batch.keys[column], **(self.constants or {}),
+                        column_keys=None if batch.keys is None else batch.keys[column],
                     )  # fmt: skip
 
     @cached_property
     def _sums(self) -> Tensor:
-        """What `sums` finds of this process's anchors, (3 or 4, 2, b)."""
-        sums = Sums(4 if self.is_hinge else 3, self.batch.positives)
+        """What `sums` finds of this process's anchors, (3, 2, b)."""
+        sums = Sums(3, self.batch.positives)
         for block, row, column, launch, constants in self._launches(tile_kernels.sums):
-            row_parts, column_parts = launch.parts(1, len(sums.values)), None
-            if block.both_directions:
-                column_parts = launch.parts(0, len(sums.values))
+            row_parts, column_parts = launch.parts(1, 3), launch.parts(0, 3) if block.both_directions else None
             launch(**constants, row_parts=row_parts, column_parts=column_parts, own=None, MOMENTS=True)
             sums.add(row_parts, block.row_side, row)
             if column_parts is not None:
@@ -182,19 +167,16 @@ class FusedBlocks(SimilarityBlocks):
         self, shift: Tensor, all_shift: Tensor, sums: Tensor
     ) -> Iterator[tuple[Block, slice, slice, Tensor]]:
         batch = self.batch
-        peaks, totals, moments, *slopes = self._sums
+        peaks, totals, moments = self._sums
         all_shift = torch.mul(all_shift, LOG2_E, out=torch.empty(all_shift.shape, device=all_shift.device))
         shift = all_shift[:, batch.local]
         at_peak = (peaks + shift).exp2_()
-        sums[:, 0].addcmul_(at_peak, (slopes or [totals])[0])
+        sums[:, 0].addcmul_(at_peak, totals)
         sums[:, 1].addcmul_(at_peak, torch.addcmul(moments, peaks, totals), value=1 / LOG2_E)
         log2_sums = self._log2_sums
         if len(batch.image) < batch.size:  # those of all processes' anchors are at most
             log2_sums = LOG2_E * (batch.all_log_batch + self.log_negatives)
-        log2_largest = (log2_sums + all_shift).amax()
-        if self.is_hinge and self.constants:  # whose slope is at most
-            log2_largest += math.log2(2 * (2 + UNIT * self.constants["margin"]))
-        log2_factor = log2_factor_of(log2_largest)
+        log2_factor = log2_factor_of((log2_sums + all_shift).amax())
         self.weight_unit = (-log2_factor).exp2_()
         memory = self.blocks[0].rows.new_empty(math.prod(slices[0].stop for slices in self.slices))
         for block, row, column, launch, constants in self._launches(tile_kernels.weights):
@@ -236,7 +218,7 @@ class FusedPairs(Pairs):
         zeros, inverse = self._anchors
         return dict(
             row_positives=zeros[row], column_positives=zeros[column], row_inverse=inverse[row],
-            column_inverse=inverse[column], row_keys=None, column_keys=None, margin=None, POWER=1,
+            column_inverse=inverse[column], row_keys=None, column_keys=None,
         )  # fmt: skip
 
     @cached_property
@@ -302,8 +284,8 @@ def sample(dim: int, device: torch.device, is_alone: bool, has_keys: bool) -> Ba
     return batch
 
 
-def results_of_blocks(kind: type[SimilarityBlocks], batch: Batch, surrogate: Surrogate) -> list[Tensor]:
-    blocks = kind(batch, surrogate)
+def results_of_blocks(kind: type[SimilarityBlocks], batch: Batch) -> list[Tensor]:
+    blocks = kind(batch, Identity())
     features, zeros = (torch.zeros_like(batch.image), torch.zeros_like(batch.text)), torch.zeros_like(batch.all_tau)
     return [blocks.log_batch_normalizers(), *blocks.add_gradients(features, zeros[:, batch.local], zeros), *features]
 
@@ -324,17 +306,18 @@ _deviations: dict[tuple[Any, ...], float] = {}  # by what a kernel is compiled f
 
 
 @torch.no_grad()
-def deviation(batch: Batch, name: str, low: bool, surrogate: Surrogate | None) -> float:
-    """Largest relative deviation of a kernel's results from those of the single operations, on `sample`."""
+def deviation(batch: Batch, name: str, low: bool) -> float:
+    """Largest relative deviation of the kernels' results in a pass, of `choice.LEAST_PAIRS`, from those of the single
+    operations, on `sample`."""
     image = batch.image
     of_batch = image.shape[1], image.device, len(image) == batch.size, batch.keys is not None
-    kind = name, low, *of_batch, None if surrogate is None else (type(surrogate), *vars(surrogate).values())
+    kind = name, low, *of_batch
     if kind not in _deviations:
         random = sample(*of_batch)
-        if surrogate is None:
-            actual, expected = (results_of_pairs(one, random, name == "siglip", low) for one in (FusedPairs, Pairs))
+        if name == "global":
+            actual, expected = (results_of_blocks(one, random) for one in (FusedBlocks, SimilarityBlocks))
         else:
-            actual, expected = (results_of_blocks(one, random, surrogate) for one in (FusedBlocks, SimilarityBlocks))
+            actual, expected = (results_of_pairs(one, random, name == "siglip", low) for one in (FusedPairs, Pairs))
         errors = [(one - other).norm() / other.norm() for one, other in zip(actual, expected, strict=True)]
         _deviations[kind] = torch.stack(errors).max().item()
     return _deviations[kind]

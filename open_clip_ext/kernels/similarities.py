@@ -18,7 +18,7 @@ from torch import Tensor
 from open_clip_ext.batch import Batch, EqualRows
 from open_clip_ext.kernels.choice import fused_kernels
 from open_clip_ext.kernels.streaming import exp_, log_sum_exp_, parts
-from open_clip_ext.surrogates import Surrogate
+from open_clip_ext.surrogates import Surrogate, is_linear
 
 
 @dataclass
@@ -226,7 +226,7 @@ class SimilarityBlocks:
 
 def make_blocks(batch: Batch, surrogate: Surrogate, kernels: str, intra_modal: bool = False) -> SimilarityBlocks:
     """`SimilarityBlocks` by those kernels that the option `kernels` chooses for the batch; other arguments as there."""
-    fused = fused_kernels(batch, kernels, "global", surrogate=surrogate)
+    fused = fused_kernels(batch, kernels, "global") if is_linear(surrogate) else None
     return (fused.FusedBlocks if fused else SimilarityBlocks)(batch, surrogate, intra_modal)
 
 

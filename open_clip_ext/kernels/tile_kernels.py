@@ -1,7 +1,7 @@
 """Triton kernels over the tiles of a block of similarities: a tile's product, and a loss's pass over it in registers.
 
 The factors are embeddings times 2^8 in 16 bits, so a product s is a similarity times 2^16 (`UNIT`), and the positives p
-and inverse temperatures t are given in units that fit: an anchor's exponent of 2 for another pair is x = l(s - p) * t.
+and inverse temperatures t are given in units that fit: an anchor's exponent of 2 for another pair is x = (s - p) * t.
 A pair has one of its row's anchor and one of its column's. Sums over a tile are written as parts, (tiles, anchors), and
 joined afterwards: no atomics, so that the same input gives the same bits.
 
@@ -73,45 +73,17 @@ def of_negatives(
 
 
 @triton.jit
-def value_of(gap, margin, POWER: tl.constexpr):
-    """l(gap): the identity where `margin` is None, else a hinge to the power 1 or 2; NaN stays NaN."""
-    if margin is not None:
-        gap = tl.where(gap < -margin, 0.0, gap + margin)
-        if POWER == 2:
-            gap = gap * gap
-    return gap
-
-
-@triton.jit
-def times_slope(weights, gap, margin, POWER: tl.constexpr):
-    """`weights` times dl/ds of a hinge."""
-    if POWER == 2:
-        weights = weights * (2 * UNIT * tl.where(gap < -margin, 0.0, gap + margin))
-    else:
-        weights = tl.where(gap > -margin, weights, 0.0)
-    return weights
-
-
-@triton.jit
 def store_sums(
-    s, positives, inverse, margin, parts, tile, tiles, at, anchors,
-    POWER: tl.constexpr, MOMENTS: tl.constexpr, DIM: tl.constexpr,
+    s, positives, inverse, parts, tile, tiles, at, anchors, MOMENTS: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
     """Write a tile's part of the sums of anchors `at`, whose negatives lie along `DIM`: see `sums`."""
     top = tl.max(s, DIM)
-    peak = value_of(top - positives, margin, POWER) * inverse
+    peak = (top - positives) * inverse
     part, is_anchor, step = parts + tile * anchors + at, at < anchors, tiles * anchors
-    if margin is not None:
-        gap = s - tl.expand_dims(positives, DIM)
-        x = value_of(gap, margin, POWER) * tl.expand_dims(inverse, DIM) - tl.expand_dims(peak, DIM)
-        e = tl.where(s < 0.5 * LEAST, 0.0, tl.exp2(x))
-        tl.store(part + 3 * step, tl.sum(times_slope(e, gap, margin, POWER), DIM), is_anchor)
-        total, moment = tl.sum(e, DIM), tl.sum(e * x, DIM)
-    else:
-        e = tl.exp2(s * tl.expand_dims(inverse, DIM) - tl.expand_dims(top * inverse, DIM))
-        total = tl.where(top < 0.5 * LEAST, 0.0, tl.sum(e, DIM))
-        if MOMENTS:
-            moment = tl.where(top < 0.5 * LEAST, 0.0, (tl.sum(e * s, DIM) - top * total) * inverse)
+    e = tl.exp2(s * tl.expand_dims(inverse, DIM) - tl.expand_dims(top * inverse, DIM))
+    total = tl.where(top < 0.5 * LEAST, 0.0, tl.sum(e, DIM))
+    if MOMENTS:
+        moment = tl.where(top < 0.5 * LEAST, 0.0, (tl.sum(e * s, DIM) - top * total) * inverse)
     tl.store(part, peak, is_anchor)
     tl.store(part + step, total, is_anchor)
     if MOMENTS:
@@ -121,15 +93,13 @@ def store_sums(
 @triton.jit(do_not_specialize=["m", "offset"])
 def sums(
     rows, columns, row_stride, column_stride, m, n, offset,
-    row_positives, column_positives, row_inverse, column_inverse, row_keys, column_keys, margin,
-    row_parts, column_parts, own,
-    POWER: tl.constexpr, MOMENTS: tl.constexpr,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    row_positives, column_positives, row_inverse, column_inverse, row_keys, column_keys, row_parts, column_parts, own,
+    MOMENTS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Of each anchor's negatives the highest exponent P, and the sum of e = 2^(x - P); with MOMENTS also the sum of
-    e * (x - P), and of a hinge that of e dl/ds.
+    e * (x - P).
 
-    Writes these to row_parts (2 to 4, tiles of columns, m) and column_parts (2 to 4, tiles of rows, n), and each pair's
+    Writes these to row_parts (2 or 3, tiles of columns, m) and column_parts (2 or 3, tiles of rows, n), and each pair's
     own exponent to own, (m,).
     """
     tile_row, tile_column = tile_of(m, n, BM, BN)
@@ -141,23 +111,21 @@ def sums(
             at = i + offset
             product = tl.sum(tl.where(at[:, None] == j[None, :], s, 0.0), 1)
             is_here = (at >= tile_column * BN) & (at < (tile_column + 1) * BN) & (i < m)
-            tl.store(own + i, value_of(product - positives, margin, POWER) * inverse, is_here)
+            tl.store(own + i, (product - positives) * inverse, is_here)
     s = of_negatives(s, tile_row, tile_column, i, j, m, n, offset, row_keys, column_keys, BM, BN)
-    store_sums(s, positives, inverse, margin, row_parts, tile_column, tl.cdiv(n, BN), i, m, POWER, MOMENTS, 1)
+    store_sums(s, positives, inverse, row_parts, tile_column, tl.cdiv(n, BN), i, m, MOMENTS, 1)
     if column_parts is not None:
         positives, inverse = tl.load(column_positives + j, j < n, 0.0), tl.load(column_inverse + j, j < n, 0.0)
-        store_sums(s, positives, inverse, margin, column_parts, tile_row, tl.cdiv(m, BM), j, n, POWER, MOMENTS, 0)
+        store_sums(s, positives, inverse, column_parts, tile_row, tl.cdiv(m, BM), j, n, MOMENTS, 0)
 
 
 @triton.jit
-def join(parts, peaks, totals, moments, slopes, tiles, m, ROUNDS: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr):
-    """Merge the `parts` (2 to 4, tiles, m) of `sums` into those of earlier tiles, (m,) each."""
+def join(parts, peaks, totals, moments, tiles, m, ROUNDS: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr):
+    """Merge the `parts` (2 or 3, tiles, m) of `sums` into those of earlier tiles, (m,) each."""
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     peak, total = tl.load(peaks + i, i < m, 0.0), tl.load(totals + i, i < m, 0.0)
     if moments is not None:
         moment = tl.load(moments + i, i < m, 0.0)
-    if slopes is not None:
-        slope = tl.load(slopes + i, i < m, 0.0)
     for round in range(ROUNDS):
         tile = round * BT + tl.arange(0, BT)
         part, is_part = parts + tile[:, None] * m + i[None, :], (tile < tiles)[:, None] & (i < m)[None, :]
@@ -169,38 +137,22 @@ def join(parts, peaks, totals, moments, slopes, tiles, m, ROUNDS: tl.constexpr, 
         if moments is not None:
             some = decays * (tl.load(part + 2 * tiles * m, is_part, 0.0) + more * all_lower)
             moment = decay * (moment + total * lower) + tl.sum(some, 0)
-        if slopes is not None:
-            slope = decay * slope + tl.sum(decays * tl.load(part + 3 * tiles * m, is_part, 0.0), 0)
         total = decay * total + tl.sum(decays * more, 0)
         peak = highest
     tl.store(peaks + i, peak, i < m)
     tl.store(totals + i, total, i < m)
     if moments is not None:
         tl.store(moments + i, moment, i < m)
-    if slopes is not None:
-        tl.store(slopes + i, slope, i < m)
-
-
-@triton.jit
-def weights_of(s, positives, inverse, shift, margin, POWER: tl.constexpr):
-    """2^(x + shift) dl/ds; a tile of vectors along either dimension."""
-    if margin is not None:
-        x = value_of(s - positives, margin, POWER) * inverse + shift
-        weights = tl.where(s < 0.5 * LEAST, 0.0, times_slope(tl.exp2(x), s - positives, margin, POWER))
-    else:
-        weights = tl.exp2(s * inverse + (shift - positives * inverse))
-    return weights
 
 
 @triton.jit(do_not_specialize=["m", "offset"])
 def weights(
     rows, columns, row_stride, column_stride, m, n, offset,
-    row_positives, column_positives, row_inverse, column_inverse, row_keys, column_keys, margin,
+    row_positives, column_positives, row_inverse, column_inverse, row_keys, column_keys,
     row_shift, column_shift, row_factors, column_factors, own, log2_factor, out,
-    POWER: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Weights of a tile's pairs in the gradient, of both anchors together: 2^(x + shift) dl/ds, or with factors
-    2^(x + shift) factor.
+    """Weights of a tile's pairs in the gradient, of both anchors together: 2^(x + shift), with factors times these.
 
     Writes out (m, n), the weights times 2^log2_factor. With factors `own`, (m,), is the weight of each pair itself.
     """
@@ -213,8 +165,8 @@ def weights(
     shift = tl.load(row_shift + i, i < m, 0.0) + more
     others, other_inverse = tl.load(column_positives + j, j < n, 0.0), tl.load(column_inverse + j, j < n, 0.0)
     other_shift = tl.load(column_shift + j, j < n, 0.0) + more
-    weight = weights_of(s, positives[:, None], inverse[:, None], shift[:, None], margin, POWER)
-    other = weights_of(s, others[None, :], other_inverse[None, :], other_shift[None, :], margin, POWER)
+    weight = tl.exp2(s * inverse[:, None] + (shift - positives * inverse)[:, None])
+    other = tl.exp2(s * other_inverse[None, :] + (other_shift - others * other_inverse)[None, :])
     if row_factors is not None:
         weight = weight * tl.load(row_factors + i, i < m, 0.0)[:, None]
         weight += other * tl.load(column_factors + j, j < n, 0.0)[None, :]

@@ -63,7 +63,9 @@ class Prototypes(RingNormalizer, NPN):
         4096, "m, prototypes of the normalizer-prediction network per direction", in_state=True, **AT_LEAST_1
     )
     npn_split: bool | None = option(Derived("on GPUs if counted faster"), "shard the prototypes over the processes")
-    npn_graph: bool = option(False, "updates of a step as one CUDA graph; not run on a GPU yet")
+    npn_graph: bool | None = option(
+        Derived("on GPUs, unless the prototypes are sharded"), "launch a step's updates as one CUDA graph"
+    )
     keys: Tensor | None  # of the samples that they were drawn from, (m,) int64; None while batches have none
 
     @classmethod
@@ -86,7 +88,7 @@ class Prototypes(RingNormalizer, NPN):
         self.split = self._splits(dimension, device) and world_size() > 1
         self.ring = EmbeddingRing(self.capacity, dimension, device, dtype, self.split)
         self.register_buffer("keys", None, persistent=False)
-        self.update_graph = UpdateGraph() if self.npn_graph else None
+        self.update_graph = UpdateGraph() if self._has_graph(device) else None
         return SideModel({"weight": torch.zeros_like(self.ring.rows)}, **training)
 
     def _splits(self, dimension: int, device: torch.device) -> bool:
@@ -96,6 +98,11 @@ class Prototypes(RingNormalizer, NPN):
         if splits and rank() == 0:
             logging.info("npn_split: on, as by default where that is faster: each process has a part of the prototypes")
         return splits
+
+    def _has_graph(self, device: torch.device) -> bool:
+        if self.npn_graph is not None:
+            return self.npn_graph
+        return device.type == "cuda" and self.optimizer_name == "adagrad" and not self.npn_joint and not self.split
 
     @property
     def weight(self) -> Tensor:

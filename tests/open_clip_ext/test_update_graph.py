@@ -1,4 +1,4 @@
-"""`--npn-graph`: what a captured graph repeats is what the network's updates do, bit for bit, on a CPU's stand-in."""
+"""The updates as one CUDA graph: what it repeats is what the network's updates do, bit for bit, on a CPU's stand-in."""
 
 import copy
 import logging
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from open_clip_ext import create_loss
-from open_clip_ext.normalizers import update_graph
+from open_clip_ext.normalizers import Prototypes, update_graph
 from open_clip_ext.normalizers.npn import NPN
 from open_clip_ext.side_model import OPTIMIZERS
 from open_clip_ext.surrogates import PowerHinge
@@ -127,3 +127,17 @@ def test_updates_without_a_graph_where_none_can_be_captured(gpu, monkeypatch, ca
             (logging.WARNING, f"npn_graph: no CUDA graph ({reason}); the network is updated without one")
         ]
     assert RecordedGraph.replays == 0
+
+
+@pytest.mark.parametrize(
+    "device, settings, graph",
+    [
+        ("cuda", {}, True), ("cpu", {}, False), ("cuda", {"npn_graph": False}, False),
+        ("cuda", {"npn_split": True}, False), ("cuda", {"npn_opt": "adam"}, False),
+        ("cuda", {"npn_joint": True}, False),
+    ],
+)  # fmt: skip
+def test_a_graph_is_captured_by_default_on_a_gpu(device, settings, graph):
+    normalizer = Prototypes(**settings)
+    normalizer.split = bool(normalizer.npn_split)
+    assert normalizer._has_graph(torch.device(device)) == graph
