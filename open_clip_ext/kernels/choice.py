@@ -4,70 +4,85 @@ PyTorch."""
 
 import logging
 import os
+from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from open_clip_ext.batch import Batch
+from open_clip_ext.distributed import all_gather
 from open_clip_ext.options import option
 
 KERNELS = option(
     "auto", "passes over the similarities: on a GPU with large batches one kernel each, or always single operations",
     choices=("auto", "eager"),
 )
-# Pairs of all processes from which they are faster, by pass: measured on one H100 (docs/performance.md).
+# Pairs of a batch from which they are faster, by pass: measured on one H100 (docs/performance.md).
 LEAST_PAIRS = {"clip": 8192, "siglip": 8192, "global": 8192}
 HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # products of 16 bits with float32 sums, on CUDA
 LEAST_CAPABILITY = 8, 0  # the first with TF32 and bfloat16
-_eager = False  # in this process, since a kernel failed
+_works: dict[tuple[Any, ...], bool] = {}  # by what a kernel is compiled for
 
 
 def has_tf32() -> bool:
     """Whether PyTorch's own product of float32 matrices is in TF32."""
     matmul = torch.backends.cuda.matmul
-    allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
-    return allowed and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
 
-def is_possible(batch: Batch, name: str, low: bool) -> bool:
-    """Whether the kernels can compute this batch, and are likely to be faster."""
-    image = batch.image
+def is_large(batch: Batch, name: str) -> bool:
+    """Whether the kernels are likely to be faster; equal on all processes."""
+    return batch.image.device.type == "cuda" and batch.size >= LEAST_PAIRS[name]
+
+
+def is_possible(batch: Batch) -> bool:
+    """Whether this process has the kernels."""
     return (
-        image.device.type == "cuda"
-        and batch.size >= LEAST_PAIRS[name]
-        and image.dtype == torch.float32
-        and image.shape[1] % 16 == 0
+        batch.image.dtype == torch.float32
+        and batch.image.shape[1] % 16 == 0
         and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(image.device) >= LEAST_CAPABILITY
+        and torch.cuda.get_device_capability(batch.image.device) >= LEAST_CAPABILITY
         and HAS_OUT_DTYPE
-        and (low or has_tf32())
+        and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
         and find_spec("triton") is not None
     )
 
 
 def fused_kernels(batch: Batch, kernels: str, name: str, low: bool = False) -> ModuleType | None:
-    """The module `fused`, or None: then the passes are single operations.
+    """The module `fused`, or None: then the passes are single operations. The same on all processes, which exchange
+    exponents in the units of either.
 
     Args:
         kernels: value of the option.
         name: of `LEAST_PAIRS`.
         low: as in `Pairs`.
     """
-    global _eager
-    if kernels == "eager" or _eager or not is_possible(batch, name, low):
+    if kernels == "eager" or not is_large(batch, name) or not (low or has_tf32()):
         return None
-    try:
-        from open_clip_ext.kernels import fused  # imports triton
+    image = batch.image
+    kind = name, low, image.shape[1], image.dtype, image.device, len(image) == batch.size, batch.keys is not None
+    if kind not in _works:
+        here = torch.tensor([works(batch, name, low)], device=image.device)
+        _works[kind] = bool(all_gather(here.float()).all())
+    if not _works[kind]:
+        return None
+    return import_module("open_clip_ext.kernels.fused")
 
+
+def works(batch: Batch, name: str, low: bool) -> bool:
+    """Whether this process has the kernels, and their results are those of the single operations."""
+    if not is_possible(batch):
+        return False
+    try:
+        fused = import_module("open_clip_ext.kernels.fused")  # imports triton
         deviation = fused.deviation(batch, name, low)
+        reason = f"their results differ by {deviation:.1g}, more than TF32's {fused.BOUND:.1g}"
+        if deviation <= fused.BOUND:
+            return True
     except Exception as error:  # whatever a compiler raises; its reason is in the last line
         last_line = str(error).strip().rpartition("\n")[2]
-        deviation, reason = None, f"{type(error).__name__}: {last_line}"
-    if deviation is not None and deviation <= fused.BOUND:
-        return fused
-    _eager = True
-    if deviation is not None:
-        reason = f"their results differ by {deviation:.1g}, more than TF32's {fused.BOUND:.1g}"
+        reason = f"{type(error).__name__}: {last_line}"
     logging.warning(f"kernels: the fused ones are not used ({reason})")
-    return None
+    return False

@@ -302,22 +302,15 @@ def results_of_pairs(kind: type[Pairs], batch: Batch, is_sigmoid: bool, low: boo
     return [peaks * pairs.unit + totals.log(), positives * pairs.unit, *pairs.gradients]
 
 
-_deviations: dict[tuple[Any, ...], float] = {}  # by what a kernel is compiled for
-
-
 @torch.no_grad()
 def deviation(batch: Batch, name: str, low: bool) -> float:
     """Largest relative deviation of the kernels' results in a pass, of `choice.LEAST_PAIRS`, from those of the single
     operations, on `sample`."""
     image = batch.image
-    of_batch = image.shape[1], image.device, len(image) == batch.size, batch.keys is not None
-    kind = name, low, *of_batch
-    if kind not in _deviations:
-        random = sample(*of_batch)
-        if name == "global":
-            actual, expected = (results_of_blocks(one, random) for one in (FusedBlocks, SimilarityBlocks))
-        else:
-            actual, expected = (results_of_pairs(one, random, name == "siglip", low) for one in (FusedPairs, Pairs))
-        errors = [(one - other).norm() / other.norm() for one, other in zip(actual, expected, strict=True)]
-        _deviations[kind] = torch.stack(errors).max().item()
-    return _deviations[kind]
+    random = sample(image.shape[1], image.device, len(image) == batch.size, batch.keys is not None)
+    if name == "global":
+        actual, expected = (results_of_blocks(one, random) for one in (FusedBlocks, SimilarityBlocks))
+    else:
+        actual, expected = (results_of_pairs(one, random, name == "siglip", low) for one in (FusedPairs, Pairs))
+    errors = [(one - other).norm() / other.norm() for one, other in zip(actual, expected, strict=True)]
+    return torch.stack(errors).max().item()
