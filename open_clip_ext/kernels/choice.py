@@ -15,10 +15,7 @@ from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import all_gather
 from open_clip_ext.options import option
 
-KERNELS = option(
-    "auto", "passes over the similarities: on a GPU with large batches one kernel each, or always single operations",
-    choices=("auto", "eager"),
-)
+KERNELS = option("auto", "auto: fused on a GPU in large batches", choices=("auto", "eager"))
 # Pairs of a batch from which they are faster, by pass: measured on one H100 (docs/performance.md).
 LEAST_PAIRS = {"clip": 8192, "siglip": 8192, "global": 8192}
 HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # products of 16 bits with float32 sums, on CUDA
