@@ -249,6 +249,7 @@ def declared(grid: Grid, results: list[dict]) -> str:
         for pair in about["pairs"]:
             ours, theirs = (methods.get(method, {}) for method in pair)
             seeds, paired_by_seed = sorted(ours.keys() & theirs.keys()), grid.unpaired.isdisjoint(pair)
+            seeds = [seed for seed in seeds if seed in about.get("seeds", seeds)]
             if len(seeds) >= LEAST:
                 names = " - ".join(f"`{grid.label(method)}`" for method in pair)
                 found = [
