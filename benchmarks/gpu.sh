@@ -26,6 +26,7 @@ if [[ -n ${TINY:-} ]]; then
     parity=(--batch-size 16 --dim 16 -m 64 --num-samples 200 --steps 4)
     demo=(--samples 512 --epochs 1 --batch 8 --processes 1) epochs=1 samples=64 batches="16" warmup=1
     pairs=(--train-num-samples 64 --batch-size 4)
+    kernels=(--batch-sizes 70 --size 64 --dim 32 --processes 0) fused=(--batch-sizes 16 --dims 16 --num-samples 100)
 else
     device=cuda precision=amp_bf16 seconds=4
     sizes=(--batch-sizes 512 1024 4096 16384 65536 --dtypes float32 bfloat16
@@ -37,6 +38,7 @@ else
         "ViT-B-32 12992 clip-chunked --grad-checkpointing")
     demo=(--processes 1 --batch 128) epochs=10 samples=${ICONS_SAMPLES:-20000} batches="1024 512 256 128 64 32" warmup=500
     pairs=(--train-num-samples 20000 --batch-size 128)
+    kernels=() fused=(--batch-sizes 2048 4096 8192 16384 65536)
 fi
 common=(--device "$device" --seconds "$seconds")
 
@@ -45,6 +47,13 @@ parity() {  # whether every loss is finite and equal to the CPU's
 }
 loss() {  # time and memory of each loss against ClipLoss
     "$PYTHON" benchmarks/loss.py "${common[@]}" "${sizes[@]}" ${PEERS:+--peers "$PEERS"} --json "$OUT/loss.json"
+}
+kernels() {  # --kernels: errors, times by the size of a tile, and losses with and without the fused kernels
+    [[ $device == cpu ]] && export TRITON_INTERPRET=1
+    "$PYTHON" benchmarks/kernels.py --device "$device" "${kernels[@]}" --json "$OUT/kernels.json"
+    local status=$?
+    "$PYTHON" benchmarks/loss.py --device "$device" --seconds 0.5 "${fused[@]}" --kernels fused eager \
+        --losses clip-chunked siglip-chunked fastclip-v3 --json "$OUT/loss-kernels.json" && return $status
 }
 network() {  # the network's updates against bare matrix products: plain, compiled, as a CUDA graph, in bfloat16
     "$PYTHON" benchmarks/network.py "${common[@]}" "${network[@]}" --json "$OUT/network.json"
@@ -126,16 +135,16 @@ icons() {  # the main methods of the comparison on icons at each batch, one seed
         done
     done
 }
-export -f parity steps graph memory loss network processes icons rows precision demo tests train
+export -f parity steps graph memory loss kernels network processes icons rows precision demo tests train
 
 failed=0
 for part in "${@:-}"; do
-    parts=(${part:-parity steps graph memory loss network processes icons rows precision demo tests})
+    parts=(${part:-parity steps graph memory loss kernels network processes icons rows precision demo tests})
     for name in "${parts[@]}"; do
         echo "== $name"
         start=$SECONDS
         # timeout cannot run a function, so it runs a shell, which gets the arrays, since these cannot be exported.
-        if ! timeout "$LIMIT" bash -c "$(declare -p PYTHON OUT device precision seconds sizes network rows models cases \
+        if ! timeout "$LIMIT" bash -c "$(declare -p PYTHON OUT device precision seconds sizes network kernels fused rows models cases \
             consecutive parity demo epochs samples batches warmup pairs common); $name"; then
             echo "$name: failed"
             failed=$((failed + 1))

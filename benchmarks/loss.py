@@ -11,14 +11,16 @@ SigLipLoss.
 
 "Of the limit" is the time of the matrix products alone over that of the loss: four of B x B x d in two passes (three in
 the one pass of `siglip-chunked`), and those with the m other vectors. No loss of this form can be faster than 100 %;
-the same is given for ClipLoss. In batches for which ClipLoss has too little memory ours are timed alone.
+the same is given for ClipLoss. In batches for which ClipLoss has too little memory it is left out.
+
+`--kernels auto eager` measures the losses of our kernels in both ways; `fused` is `auto` for every size of a batch.
 
 `--peers FILE` adds losses of other code: FILE, in Python, defines PEERS, a dict from name to a function of
 (rows, device) that returns a loss, called as ours with features, logit scale and `index=`.
 """
 
 import runpy
-import statistics
+from unittest.mock import patch
 
 import torch
 from measuring import (
@@ -40,6 +42,7 @@ from torch.nn.functional import normalize
 from tqdm import tqdm
 
 import open_clip_ext
+from open_clip_ext.kernels import choice
 from open_clip_ext.losses import ChunkedCLIPLoss, ChunkedSigLIPLoss, GlobalContrastiveLoss
 from open_clip_ext.memory import total_memory
 from open_clip_ext.normalizers import Prototypes, Queue
@@ -82,13 +85,25 @@ def fill(call: Call, m: int, batch: int) -> None:
         call()
 
 
-def compare(name: str, batch: int, dim: int, dtype: torch.dtype, device: torch.device, args) -> dict:
+def compare(
+    name: str, batch: int, dim: int, dtype: torch.dtype, kernels: str | None, device: torch.device, args
+) -> dict:
+    """One loss's figures; with `kernels` those of `--kernels`."""
+    if kernels is not None:
+        least = dict.fromkeys(choice.LEAST_PAIRS, 0) if kernels == "fused" else {}
+        with patch.dict(choice.LEAST_PAIRS, least):
+            result = compare(f"{name}, {kernels}", batch, dim, dtype, None, device, args)
+        return result | {"kernels": kernels}
+    label, (name, _, kernels) = name, name.partition(", ")
     settings, m = ({"npn_updates": 0} if name == "neuclip" else {}), args.m
     if name == "queue":  # a shorter one would hold only the batch
         m = max(m, 4 * batch)
         settings["queue_size"] = m
     if name == "neuclip":
         settings["npn_prototypes"] = m
+    needs_products = bool(settings)
+    if kernels:
+        settings["kernels"] = "eager" if kernels == "eager" else "auto"
     rows = args.num_samples
     if name in args.peers:
         loss = args.peers[name](rows, device)
@@ -99,12 +114,15 @@ def compare(name: str, batch: int, dim: int, dtype: torch.dtype, device: torch.d
     clip = Call(SigLipLoss() if sigmoid else ClipLoss(), batch, dim, dtype, device, rows)
     if isinstance(getattr(loss, "normalizer", None), (Prototypes, Queue)):
         fill(ours, m, batch)
-    result = {"loss": name, "batch": batch, "dim": dim, "dtype": str(dtype).removeprefix("torch.")}
-    if CLIP_BLOCKS * 4 * batch**2 >= total_memory(device):
-        times = alternate({"ours": ours}, device, seconds=args.seconds)["ours"]
-        return result | {"seconds": statistics.median(times), "bytes": peak_memory(ours, device)}
+    result = {"loss": label, "batch": batch, "dim": dim, "dtype": str(dtype).removeprefix("torch.")}
     functions = {"ours": ours, "clip": clip, "batch": BatchProducts(batch, dim, device, 1 if sigmoid else 2)}
-    if settings:
+    if CLIP_BLOCKS * 4 * batch**2 >= total_memory(device):
+        del functions["clip"]
+        times = alternate(functions, device, seconds=args.seconds)
+        limit = summary(times, "ours", "batch")
+        result |= {"seconds": limit["seconds"], "limit": limit, "bytes": peak_memory(ours, device)}
+        return result
+    if needs_products:
         back = "anchors" if loss.objective.through_alpha else None
         functions["products"] = BareProducts(batch, dim, m, back, device)
     if name == "amorlip":  # the steps between two trainings of its networks, after the first epoch
@@ -113,10 +131,10 @@ def compare(name: str, batch: int, dim: int, dtype: torch.dtype, device: torch.d
         functions = {name: Repeated(function, loss.amor_online_every) for name, function in functions.items()}
     times = alternate(functions, device, seconds=args.seconds)
     result |= summary(times, "ours", "clip")
-    if settings:
+    if needs_products:
         result["to_clip_and_products"] = summary(times, "ours", ["clip", "products"])
     if isinstance(loss, (ChunkedCLIPLoss, ChunkedSigLIPLoss, GlobalContrastiveLoss)):
-        result["limit"] = summary(times, "ours", ["batch", "products"] if settings else "batch")
+        result["limit"] = summary(times, "ours", ["batch", "products"] if needs_products else "batch")
         result["clip_limit"] = summary(times, "clip", "batch")
     result["bytes"], result["base_bytes"] = (peak_memory(functions[name], device) for name in ("ours", "clip"))
     return result
@@ -128,11 +146,12 @@ def cells(result: dict) -> dict[str, str]:
     return {
         "loss": result["loss"], "B": result["batch"], "d": result["dim"], "features": result["dtype"], **time,
         "clip ms": "" if alone else f"{1e3 * result['base_seconds']:.1f}",
+        "products ms": f"{1e3 * limit['base_seconds']:.1f}" if limit else "",
         "memory": "" if alone else f"{result['bytes'] / result['base_bytes']:.2f}",
         "MiB": f"{result['bytes'] / 2**20:.1f}",
         "to clip + products": f"{extra['ratio']:.2f}" if extra else "",
         "of the limit": f"{100 / limit['ratio']:.0f} %" if limit else "",
-        "clip": f"{100 / result['clip_limit']['ratio']:.0f} %" if limit else "",
+        "clip": "" if alone or not limit else f"{100 / result['clip_limit']['ratio']:.0f} %",
     }
 
 
@@ -144,6 +163,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     flags.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
     flags.add_argument("-m", type=int, default=4096, help="prototypes of neuclip, length of the queue (at least 4 B)")
     flags.add_argument("--num-samples", type=int, default=1_000_000, help="rows of the tables")
+    flags.add_argument("--kernels", nargs="+", choices=("auto", "eager", "fused"), default=[None], help="default: auto")
     flags.add_argument(
         "--peers", default={}, type=lambda path: runpy.run_path(path)["PEERS"], help="file with losses of other code"
     )
@@ -152,8 +172,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
     names = args.losses or [preset.name for preset in open_clip_ext.list_losses() if not preset.is_open_clip]
     names += args.peers
     cases = [
-        (name, batch, dim, getattr(torch, dtype))
+        (name, batch, dim, getattr(torch, dtype), kernels)
         for dtype in args.dtypes for dim in args.dims for batch in args.batch_sizes for name in names
+        for kernels in args.kernels
     ]
     results = [compare(*case, device, args) for case in tqdm(cases, desc="losses")]
     print(table([cells(result) for result in results]))

@@ -124,6 +124,7 @@ GPU_PARTS = {  # and what the figures of each look like
     "steps": r"^ *neuclip .*\d\.\d\d",
     "memory": r"^ViT-shapes-tiny +4 +neuclip .*\d\.\d\d",
     "loss": r"^ *queue .*\d\.\d\d",
+    "kernels": r"^ *global .* True\n(.*\n)*.*\n *fastclip-v3, fused .*\d\.\d\d",
     "network": r"^ *16 .*\d\.\d\d",
     "graph": r"^ *16 .* equal .*\n(.*\n)*neuclip, no graph .*\d\.\d\d",
     "processes": r"gloo, neuclip --npn-split:\n.* 8/8 loss \d",

@@ -98,6 +98,7 @@ def concepts(result: dict) -> float:
 
 MEASURES = {
     "R@1": last_recall, "R@10": partial(last_recall, k=10), "zero-shot": concepts,
+    "zero-shot, characters": lambda result: 100 * result["zero_shot"].get("zeroshot-characters", 0.0),
     "R@10, new": partial(last_recall, k=10), "R@10, old": lambda result: result["old_R@10"], "zero-shot, old": concepts,
     "tau, last epoch": lambda result: result["tau"], "CPU seconds": lambda result: result["cpu_seconds"],
     "peak, MiB": lambda result: result["peak_mib"],
@@ -237,8 +238,8 @@ def table_of(header: Sequence[str], lines: list[str]) -> str:
 def declared(grid: Grid, results: list[dict]) -> str:
     """Tables of the declared comparisons whose methods have `LEAST` seeds in common.
 
-    p is Student's over the pairs of seeds, or Welch's, with Holm's correction in each measure for the size of the whole
-    family.
+    p is Student's over the pairs of seeds, or Welch's, with Holm's correction for the size of the whole family: in each
+    measure, or over all its measures if it says `over measures`.
     """
     tables: dict[tuple[str, ...], list[str]] = {}
     for family, about in grid.comparisons.items():
@@ -256,15 +257,13 @@ def declared(grid: Grid, results: list[dict]) -> str:
                     for name in measures
                 ]
                 rows.append((names, f"{len(seeds)}, {'paired' if paired_by_seed else 'Welch'}", found))
-        p_of = [
-            holm([p for _, _, p in column], len(about["pairs"]))
-            for column in zip(*(row[2] for row in rows), strict=True)
-        ]
+        columns = [[p for _, _, p in column] for column in zip(*(row[2] for row in rows), strict=True)]
+        groups = [sum(columns, [])] if about.get("over measures") else columns
+        p_of = [p for some in groups for p in holm(some, len(about["pairs"]) * len(measures) // len(groups))]
         lines = tables.setdefault(measures, [])
-        for names, how, found in rows:
-            told = [
-                f"{value:+.1f} ± {half:.1f}, p {p.pop(0):.4f}" for (value, half, _), p in zip(found, p_of, strict=True)
-            ]
+        for number, (names, how, found) in enumerate(rows):
+            corrected = zip(found, p_of[number :: len(rows)], strict=True)
+            told = [f"{value:+.1f} ± {half:.1f}, p {p:.4f}" for (value, half, _), p in corrected]
             lines.append(f"| {family} | {names} | {how} | {' | '.join(told)} |")
     return "".join(table_of(("family", "runs", "seeds", *measures), lines) for measures, lines in tables.items())
 

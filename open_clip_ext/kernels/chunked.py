@@ -18,16 +18,16 @@ Shapes: b pairs of this process, B of all, d = dimension of the embeddings.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import all_gather
+from open_clip_ext.kernels.choice import HAS_OUT_DTYPE, fused_kernels
 from open_clip_ext.kernels.positives import SeveralPositives
 from open_clip_ext.kernels.streaming import add_exp_, exp_, tiles
-
-HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # products of bfloat16 with float32 sums, on CUDA
 
 
 @dataclass
@@ -70,16 +70,21 @@ class Pairs:
             sides = [(image, batch.all_text), (text, batch.all_image)]
         self.blocks = [(self._rounded(rows), self._rounded(columns)) for rows, columns in sides]
         self.slices = tiles(len(image), [slice(0, self.size)], image.device)
-        height, width = (slices[0].stop for slices in self.slices)
-        # Allocated once for all tiles: on a CPU new memory costs as much time as a pass over it.
-        self.memory = image.new_empty(2, height * width)
+
+    unit = 1.0  # by which logits are multiplied to be the base e's
 
     def _rounded(self, factor: Tensor) -> Tensor:
         if not self.low:
             return factor
         return factor.bfloat16() if self.native else factor.bfloat16().to(factor.dtype)
 
-    def tiles(self, side: int) -> Iterator[Tile]:
+    @cached_property
+    def _memory(self) -> Tensor:
+        """Allocated once for all tiles: on a CPU new memory costs as much time as a pass over it."""
+        height, width = (slices[0].stop for slices in self.slices)
+        return self.image.new_empty(2, height * width)
+
+    def _tiles(self, side: int) -> Iterator[Tile]:
         """Yield the block's tiles; they share memory, so each is used before the next."""
         rows, columns = self.blocks[side]
         for row in self.slices[0]:
@@ -87,7 +92,7 @@ class Pairs:
             for column in self.slices[1]:
                 column_vectors = columns[column]
                 size = len(row_vectors) * len(column_vectors)
-                logits, buffer = (memory[:size].view(len(row_vectors), -1) for memory in self.memory)
+                logits, buffer = (memory[:size].view(len(row_vectors), -1) for memory in self._memory)
                 if self.native:
                     logits = torch.mm(row_vectors, column_vectors.T, out_dtype=logits.dtype)
                 else:
@@ -101,67 +106,112 @@ class Pairs:
                 positives = slice(start, start + logits.diagonal(shift).numel())
                 yield Tile(logits, buffer, row, column, positives, shift)
 
-    def add(self, side: int, tile: Tile, weights: Tensor) -> None:
+    def sums(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each anchor the highest logit of its negatives and the sum of their exponentials over that of the highest,
+        (2, b) each; and the logit of each pair, (b,)."""
+        peaks = self.scale.new_full((2, len(self.image)), torch.finfo(self.scale.dtype).min)
+        totals, positives = torch.zeros_like(peaks), torch.empty_like(peaks[0])
+        for side in range(len(self.blocks)):
+            for tile in self._tiles(side):
+                positive_logits = tile.logits.diagonal(tile.shift)
+                positives[tile.positives] = positive_logits
+                positive_logits.fill_(-math.inf)
+                if len(self.blocks) == 1:
+                    add_exp_(peaks[1, tile.column], totals[1, tile.column], tile.logits, 0, tile.buffer)
+                add_exp_(peaks[side, tile.row], totals[side, tile.row], tile.logits, 1, tile.logits)
+        return peaks, totals, positives
+
+    def add_softmax(
+        self, highest: Tensor, factors: Tensor, all_highest: Tensor, all_factors: Tensor, positive_weights: Tensor,
+        largest: Tensor,
+    ) -> None:
+        """Add the gradient whose weights are exp(l_ij - highest_i) factor_i of both of a pair's anchors together, those
+        of all processes in (2, B), and of a positive `positive_weights`, (b,).
+
+        Args:
+            largest: an upper bound of an anchor's part of a weight, 0-d.
+        """
+        for side in range(len(self.blocks)):
+            for tile in self._tiles(side):
+                # With exp(l - r) instead all weights of an anchor would be off by the same rounding of r.
+                rows = exp_(torch.sub(tile.logits, highest[side, tile.row, None], out=tile.buffer))
+                columns = exp_(tile.logits.sub_(all_highest[1 - side, tile.column]))
+                weights = rows.mul_(factors[side, tile.row, None]).addcmul_(columns, all_factors[1 - side, tile.column])
+                weights.diagonal(tile.shift).copy_(positive_weights[tile.positives])
+                self._add(side, tile.row, tile.column, self._rounded(weights))
+
+    def add_sigmoid(self) -> tuple[Tensor, Tensor]:
+        """Add the gradient of -log sigmoid(l_ij) of the positives and -log sigmoid(-l_ij) of the others; return the
+        sums of these values and of their derivatives in l_ij for this process's images, 0-d each."""
+        values, all_weights = torch.zeros_like(self.image[:, 0]), torch.zeros_like(self.image[:, 0])
+        zero = torch.zeros_like(self.scale)
+        for side in range(len(self.blocks)):
+            for tile in self._tiles(side):
+                tile.logits.diagonal(tile.shift).neg_()
+                if side == 0:  # the other block has the same pairs, on another process
+                    values[tile.row] += torch.logaddexp(tile.logits, zero, out=tile.buffer).sum(1)
+                weights = tile.logits.sigmoid_()
+                weights.diagonal(tile.shift).neg_()
+                if side == 0:
+                    all_weights[tile.row] += weights.sum(1)
+                self._add(side, tile.row, tile.column, self._rounded(weights))
+        return values.sum(), all_weights.sum()
+
+    def _add(self, side: int, row: slice, column: slice, weights: Tensor) -> None:
         """Add the weighted columns to the rows' gradient; with one block, the weighted rows to the columns', too."""
-        weights = self._rounded(weights)
         rows, columns = self.blocks[side]
-        sums = [(self.gradients[side][tile.row], weights, columns[tile.column])]
+        self._add_product(self.gradients[side][row], weights, columns[column])
         if len(self.blocks) == 1:
-            sums.append((self.gradients[1][tile.column], weights.T, rows[tile.row]))
-        for gradient, coefficients, vectors in sums:
-            if self.native:
-                gradient.add_(torch.mm(coefficients, vectors, out_dtype=gradient.dtype))
-            else:
-                gradient.addmm_(coefficients, vectors)
+            self._add_product(self.gradients[1][column], weights.T, rows[row])
+
+    def _add_product(self, gradient: Tensor, weights: Tensor, vectors: Tensor) -> None:
+        if self.native:
+            gradient.add_(torch.mm(weights, vectors, out_dtype=gradient.dtype))
+        else:
+            gradient.addmm_(weights, vectors)
 
     def finish(self, factor: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this process's part of the gradient in image, text and scale: `factor` times the sums of `add`."""
+        """Return this process's part of the gradient in image, text and scale: `factor` times the sums so far."""
         grad_scale = torch.linalg.vecdot(self.gradients[0], self.image).sum() * factor
         for gradient in self.gradients:
             gradient.mul_(self.scale * factor)
         return *self.gradients, grad_scale
 
 
-def clip_loss(batch: Batch, scale: Tensor, low: bool = False) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+def make_pairs(batch: Batch, scale: Tensor, bias: Tensor | None, low: bool, kernels: str) -> Pairs:
+    """`Pairs` by those kernels that the option `kernels` chooses for the batch; other arguments as there."""
+    fused = fused_kernels(batch, kernels, "clip" if bias is None else "siglip", low)
+    return (fused.FusedPairs if fused else Pairs)(batch, scale, bias, low)
+
+
+def clip_loss(
+    batch: Batch, scale: Tensor, low: bool = False, kernels: str = "auto"
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """CLIP's loss of the global batch, 0-d, and this process's part of its gradient in image and text, (b, d), and in
     the scale, 0-d. In plain PyTorch: `equations.clip`."""
-    pairs = Pairs(batch, scale, low=low)
-    peaks = scale.new_full((2, len(batch.image)), torch.finfo(scale.dtype).min)  # of an anchor's negatives
-    totals, positives = torch.zeros_like(peaks), torch.empty_like(batch.positives)
-    for side in range(len(pairs.blocks)):
-        for tile in pairs.tiles(side):
-            positive_logits = tile.logits.diagonal(tile.shift)
-            positives[tile.positives] = positive_logits
-            positive_logits.fill_(-math.inf)
-            if len(pairs.blocks) == 1:
-                add_exp_(peaks[1, tile.column], totals[1, tile.column], tile.logits, 0, tile.buffer)
-            add_exp_(peaks[side, tile.row], totals[side, tile.row], tile.logits, 1, tile.logits)
-    losses = torch.logaddexp(totals.log() + (peaks - positives), torch.zeros_like(positives))
+    pairs = make_pairs(batch, scale, None, low, kernels)
+    peaks, totals, positives = pairs.sums()
     highest = torch.maximum(peaks, positives)
-    totals *= (peaks - highest).exp()
-    factors = (totals + (positives - highest).exp()).reciprocal()
+    below, positives_below = (peaks - highest) * pairs.unit, (positives - highest) * pairs.unit
+    losses = torch.logaddexp(totals.log() + (below - positives_below), torch.zeros_like(positives))
+    totals *= below.exp()
+    factors = (totals + positives_below.exp()).reciprocal()
     positive_weights = -(totals * factors).sum(0)
     gathered = all_gather(torch.cat([highest, factors, losses]).T).T
     all_highest, all_factors, all_losses = gathered.split(2)
-    for side in range(len(pairs.blocks)):
-        for tile in pairs.tiles(side):
-            # With exp(l - r) instead all weights of an anchor would be off by the same rounding of r.
-            rows = exp_(torch.sub(tile.logits, highest[side, tile.row, None], out=tile.buffer))
-            columns = exp_(tile.logits.sub_(all_highest[1 - side, tile.column]))
-            weights = rows.mul_(factors[side, tile.row, None]).addcmul_(columns, all_factors[1 - side, tile.column])
-            weights.diagonal(tile.shift).copy_(positive_weights[tile.positives])
-            pairs.add(side, tile, weights)
+    largest = -torch.expm1(-all_losses.max())  # of 1 minus the positive's probability
+    pairs.add_softmax(highest, factors, all_highest, all_factors, positive_weights, largest)
     return all_losses.mean(), pairs.finish(1 / (2 * pairs.size))
 
 
 def unicl_loss(
-    keys: Tensor, batch: Batch, scale: Tensor, low: bool = False
+    keys: Tensor, batch: Batch, scale: Tensor, low: bool = False, kernels: str = "auto"
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """CLIP's loss and gradients where an anchor has several positives, the samples with its key; `keys`: (b,).
 
     In plain PyTorch: `equations.unicl`.
     """
-    value, (grad_image, grad_text, grad_scale) = clip_loss(batch, scale, low)
+    value, (grad_image, grad_text, grad_scale) = clip_loss(batch, scale, low, kernels)
     batch.keys = all_gather(keys.to(scale.device, non_blocking=True))
     several = SeveralPositives(batch)
     several.add_gradients((grad_image, grad_text), (scale / 2).expand(2, batch.size))
@@ -170,22 +220,11 @@ def unicl_loss(
 
 
 def siglip_loss(
-    batch: Batch, scale: Tensor, bias: Tensor, low: bool = False
+    batch: Batch, scale: Tensor, bias: Tensor, low: bool = False, kernels: str = "auto"
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """SigLIP's loss of the global batch, 0-d, and this process's part of its gradient in image and text, (b, d), in the
     scale and in the bias, 0-d each. In plain PyTorch: `equations.siglip`."""
-    pairs = Pairs(batch, scale, bias, low)
-    values, all_weights = torch.zeros_like(batch.positives), torch.zeros_like(batch.positives)
-    zero = torch.zeros_like(scale)
-    for side in range(len(pairs.blocks)):
-        for tile in pairs.tiles(side):
-            tile.logits.diagonal(tile.shift).neg_()
-            if side == 0:  # the other block has the same pairs, on another process
-                values[tile.row] += torch.logaddexp(tile.logits, zero, out=tile.buffer).sum(1)
-            weights = tile.logits.sigmoid_()
-            weights.diagonal(tile.shift).neg_()
-            if side == 0:
-                all_weights[tile.row] += weights.sum(1)
-            pairs.add(side, tile, weights)
-    value = all_gather(values.sum()[None]).sum() / pairs.size
-    return value, (*pairs.finish(1 / pairs.size), all_weights.sum() / pairs.size)
+    pairs = make_pairs(batch, scale, bias, low, kernels)
+    value, all_weights = pairs.add_sigmoid()
+    value = all_gather(value[None]).sum() / pairs.size
+    return value, (*pairs.finish(1 / pairs.size), all_weights / pairs.size)

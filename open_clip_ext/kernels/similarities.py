@@ -8,14 +8,17 @@ Shapes as in `batch`. Side 0 has images as anchors, side 1 texts.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from open_clip_ext.batch import Batch, EqualRows
+from open_clip_ext.kernels.choice import fused_kernels
 from open_clip_ext.kernels.streaming import exp_, log_sum_exp_, parts
-from open_clip_ext.surrogates import Surrogate
+from open_clip_ext.surrogates import Surrogate, is_linear
 
 
 @dataclass
@@ -59,7 +62,10 @@ class SimilarityBlocks:
             same = EqualRows(batch.keys).count
             self.log_negatives = (batch.size - same).clamp(min=1).to(batch.positives).log()
         self._latest: tuple[Block, slice, Tensor] | None = None
-        self._memory = self._part_memory()
+
+    @cached_property
+    def _memory(self) -> Tensor:
+        return self._part_memory()
 
     def _part_memory(self) -> Tensor:
         """A buffer for any part's similarities: on a CPU new memory costs as much time as a pass over it."""
@@ -78,6 +84,10 @@ class SimilarityBlocks:
     def log_batch_normalizers(self) -> Tensor:
         """log g_i over the batch's negatives, (2, b): NeuCLIP, Eq. 1's g over the batch; with intra-modal negatives
         iSogCLR, Eq. 11. In plain PyTorch: `equations.batch_g`."""
+        return self._log_sums() - self.log_negatives[self.batch.local]
+
+    def _log_sums(self) -> Tensor:
+        """log-sum-exp of l / tau over each anchor's negatives, (2, b)."""
         batch = self.batch
         log_sums = torch.full_like(batch.tau, -math.inf)
         memory = self._part_memory()
@@ -96,7 +106,7 @@ class SimilarityBlocks:
                     columns = self._log_sum(similarities, batch.positives, column_tau, 0, part, memory)
                     column_sums = log_sums[block.column_side]
                     torch.logaddexp(column_sums, columns, out=column_sums)
-        return log_sums - self.log_negatives[batch.local]
+        return log_sums
 
     def _leave_out(self, values: Tensor, part: slice, fill: float) -> None:
         """Overwrite with `fill` the pairs that are not negatives, in values (rows of the part, B)."""
@@ -135,38 +145,54 @@ class SimilarityBlocks:
             Per anchor the sum of its negatives' weights, and tau_i * exp(-alpha_i) * dg_i/dtau_i, (2, b) each.
         """
         batch = self.batch
-        all_tau = batch.all_tau.contiguous()  # on a CPU addcdiv is slow with an expanded one
         shift, all_shift = -(alpha + self.log_negatives[batch.local]), -(all_alpha + self.log_negatives)
-        sums = alpha.new_zeros(2, 2, len(batch.positives))  # by side of the anchor, as in `_weights`
+        sums = alpha.new_zeros(2, 2, len(batch.positives))  # by side of the anchor, as in `_weights_of_anchors`
+        for block, row, column, weights in self._weights(shift, all_shift, sums):
+            self._add_product(features[block.row_side][row], weights, block.columns[column])
+            if block.both_directions:
+                self._add_product(features[block.column_side][column], weights.T, block.rows[row])
+        positive_weight = sums[:, 0].sum(0)
+        for feature, partner in zip(features, (batch.text, batch.image), strict=True):
+            feature.addcmul_(positive_weight[:, None], partner.detach(), value=-1 / batch.size)
+        return sums[:, 0], -sums[:, 1]
+
+    def _add_product(self, feature: Tensor, weights: Tensor, vectors: Tensor) -> None:
+        feature.addmm_(weights, vectors, alpha=1 / self.batch.size)
+
+    def _weights(
+        self, shift: Tensor, all_shift: Tensor, sums: Tensor
+    ) -> Iterator[tuple[Block, slice, slice, Tensor]]:
+        """Yield the weights of all pairs of the blocks' slices of rows and columns, and add them up in `sums`; they
+        share memory, so each is used before the next.
+
+        Args:
+            shift, all_shift: as in `_weights_of_anchors`, (2, b) and (2, B).
+            sums: by side of the anchor, (2, 2, b).
+        """
+        batch = self.batch
+        all_tau = batch.all_tau.contiguous()  # on a CPU addcdiv is slow with an expanded one
         memory, row_memory = self._part_memory(), self._part_memory()
         for block in reversed(self.blocks):
             row_side, column_side = block.row_side, block.column_side
             row_sums, column_sums = torch.empty_like(sums[0]), torch.empty_like(sums[0])
             for part in reversed(self.parts):  # the last part of the first pass is still cached
                 similarities = self._similarities(block, part)
-                weights = self._weights(
+                weights = self._weights_of_anchors(
                     similarities, batch.positives[part], batch.tau[row_side, part], shift[row_side, part], 1, part,
                     gaps=memory, out=row_memory, sums=row_sums[:, part],
                 )
                 # The columns' anchors of other processes are summed up there.
-                column_weights = self._weights(
+                column_weights = self._weights_of_anchors(
                     similarities, batch.all_positives, all_tau[column_side], all_shift[column_side], 0, part,
                     gaps=self._memory, out=memory, sums=column_sums if block.both_directions else None,
                 )
                 self._latest = None  # overwritten
                 if block.both_directions:
                     sums[column_side] += column_sums
-                weights.add_(column_weights)
-                features[row_side][part].addmm_(weights, block.columns, alpha=1 / batch.size)
-                if block.both_directions:
-                    features[column_side].addmm_(weights.T, block.rows[part], alpha=1 / batch.size)
+                yield block, part, slice(None), weights.add_(column_weights)
             sums[row_side] += row_sums
-        positive_weight = sums[:, 0].sum(0)
-        for feature, partner in zip(features, (batch.text, batch.image), strict=True):
-            feature.addcmul_(positive_weight[:, None], partner.detach(), value=-1 / batch.size)
-        return sums[:, 0], -sums[:, 1]
 
-    def _weights(
+    def _weights_of_anchors(
         self, similarities: Tensor, positives: Tensor, tau: Tensor, shift: Tensor, dim: int, part: slice,
         gaps: Tensor, out: Tensor, sums: Tensor | None,
     ) -> Tensor:
@@ -196,6 +222,12 @@ class SimilarityBlocks:
         if sums is not None:
             torch.sum(weights, dim, out=sums[0])
         return weights
+
+
+def make_blocks(batch: Batch, surrogate: Surrogate, kernels: str, intra_modal: bool = False) -> SimilarityBlocks:
+    """`SimilarityBlocks` by those kernels that the option `kernels` chooses for the batch; other arguments as there."""
+    fused = fused_kernels(batch, kernels, "global") if is_linear(surrogate) else None
+    return (fused.FusedBlocks if fused else SimilarityBlocks)(batch, surrogate, intra_modal)
 
 
 def like(memory: Tensor, tensor: Tensor) -> Tensor:

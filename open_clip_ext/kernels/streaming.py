@@ -25,9 +25,12 @@ def parts(rows: int, columns: int, device: torch.device, least: int = 1) -> list
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def tiles(rows: int, columns: Sequence[slice], device: torch.device) -> tuple[list[slice], list[slice]]:
-    """Split `rows` and the given `columns` so that a pair of slices is a tile of at most `CPU_TILE` or `GPU_TILE`."""
-    height, width = CPU_TILE if device.type == "cpu" else GPU_TILE
+def tiles(
+    rows: int, columns: Sequence[slice], device: torch.device, size: tuple[int, int] | None = None
+) -> tuple[list[slice], list[slice]]:
+    """Split `rows` and the given `columns` so that a pair of slices is a tile of at most `size`, by default `CPU_TILE`
+    or `GPU_TILE`."""
+    height, width = size or (CPU_TILE if device.type == "cpu" else GPU_TILE)
 
     def pieces(span: slice, size: int) -> list[slice]:
         return [slice(at, min(at + size, span.stop)) for at in range(span.start, span.stop, size)]

@@ -46,7 +46,8 @@ from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import all_gather, world_size
 from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.autograd import attach_gradients
-from open_clip_ext.kernels.similarities import SimilarityBlocks
+from open_clip_ext.kernels.choice import KERNELS
+from open_clip_ext.kernels.similarities import SimilarityBlocks, make_blocks
 from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.losses.amortization import Amortization
 from open_clip_ext.losses.base import GRADIENTS
@@ -79,6 +80,7 @@ class AmorLIPLoss(Amortization):
         "combined", "whether the encoders divide by the target network or by Z_comb", choices=("target", "combined")
     )
     amor_positive_weight: float = option(1e-3, "weight of the positive in Z", **NOT_NEGATIVE)
+    kernels: str = KERNELS
     least_pairs = 2
     CHECKED = ("image_features", "text_features", "logit_scale", "log Z", "log lambda", GRADIENTS)
 
@@ -103,7 +105,7 @@ class AmorLIPLoss(Amortization):
         with torch.no_grad():
             scale = logit_scale.detach()
             batch = Batch.of_process(image, text, scale.reciprocal())
-            blocks = SimilarityBlocks(batch, Identity())
+            blocks = make_blocks(batch, Identity(), self.kernels)
             log_negatives = blocks.log_batch_normalizers()
             stage_1 = update_state and self.due
             log_z = None
@@ -129,7 +131,7 @@ class AmorLIPLoss(Amortization):
             log_negatives: log g over this process's pairs, (2, b).
         """
         if batch.size > len(batch.image):
-            log_negatives = SimilarityBlocks(batch, Identity()).log_batch_normalizers()
+            log_negatives = make_blocks(batch, Identity(), self.kernels).log_batch_normalizers()
         # Relative to the positive's exponential, so that the positive's own term is 1.
         log_sums = log_negatives + math.log(batch.size - 1)
         if not self.fits_negatives:

@@ -9,6 +9,7 @@ from torch import Tensor
 from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import world_size
 from open_clip_ext.kernels.autograd import attach_gradients
+from open_clip_ext.kernels.choice import KERNELS
 from open_clip_ext.kernels.chunked import clip_loss, siglip_loss, unicl_loss
 from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.losses.base import Loss
@@ -24,13 +25,16 @@ class ChunkedLoss(Loss):
         "float32", "factors of the loss's matrix products, whose sums are float32 in either case",
         choices=("float32", "bfloat16"),
     )
+    kernels: str = KERNELS
 
     def _attached(self, kernel: Any, image: Tensor, text: Tensor, *parameters: Tensor) -> Tensor:
         inputs = (image, text, *parameters)
         with torch.no_grad():
             batch = Batch.gather(image, text, parameters[0].reciprocal())
             self.note(~are_finite(batch.all_image, batch.all_text, parameters[0]))
-            value, gradients = kernel(batch, *parameters, low=self.loss_precision == "bfloat16")
+            value, gradients = kernel(
+                batch, *parameters, low=self.loss_precision == "bfloat16", kernels=self.kernels
+            )
         ddp_scale = world_size()  # DistributedDataParallel averages over processes, but their parts must add up
         self.note_gradients(*gradients[:2])
         return attach_gradients(

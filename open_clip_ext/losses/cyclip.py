@@ -23,6 +23,7 @@ from torch import Tensor
 from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import world_size
 from open_clip_ext.kernels.autograd import attach_gradients
+from open_clip_ext.kernels.choice import KERNELS
 from open_clip_ext.kernels.chunked import clip_loss
 from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.losses.base import Loss
@@ -46,6 +47,7 @@ class CyCLIPLoss(Loss):
     optimizer_options = LearnedLogitScale.options
     cyclip_inmodal: float = option(0.25, "lambda_1, weight of the in-modal consistency", **NOT_NEGATIVE)
     cyclip_crossmodal: float = option(0.25, "lambda_2, weight of the cross-modal consistency", **NOT_NEGATIVE)
+    kernels: str = KERNELS
 
     def __init__(self, accum_freq: int = 1, validate: bool = False, **options: Any):
         super().__init__(accum_freq, validate, **options)
@@ -59,7 +61,7 @@ class CyCLIPLoss(Loss):
         """The loss of the global batch; the value is equal on every process."""
         with torch.no_grad():
             batch = Batch.gather(image, text, logit_scale.reciprocal())
-            contrastive, (grad_image, grad_text, grad_scale) = clip_loss(batch, logit_scale)
+            contrastive, (grad_image, grad_text, grad_scale) = clip_loss(batch, logit_scale, kernels=self.kernels)
             inmodal, crossmodal = add_consistency(batch, grad_image, grad_text, self.inmodal, self.crossmodal)
             self.note(~are_finite(batch.all_image, batch.all_text, logit_scale))
             self._last = (contrastive, inmodal, crossmodal, logit_scale.reciprocal())

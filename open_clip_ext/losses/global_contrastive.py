@@ -24,8 +24,9 @@ from open_clip_ext.diagnostics.online_error import OnlineError
 from open_clip_ext.distributed import all_gather, world_size
 from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.autograd import attach_gradients
+from open_clip_ext.kernels.choice import KERNELS
 from open_clip_ext.kernels.positives import SeveralPositives
-from open_clip_ext.kernels.similarities import SimilarityBlocks
+from open_clip_ext.kernels.similarities import SimilarityBlocks, make_blocks
 from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.losses.base import GRADIENTS
 from open_clip_ext.losses.composed import ComposedLoss
@@ -84,6 +85,7 @@ class GlobalContrastiveLoss(ComposedLoss):
     reference_gap: bool = option(
         False, "subtract a frozen reference model's similarity gaps, from --distill-model (DRRho-CLIP)", in_state=True
     )
+    kernels: str = KERNELS
     trains_logit_scale = False  # the temperature decides
     CHECKED = ("image_features", "text_features", "logit_scale", "similarities", "index", "log-normalizers", GRADIENTS)
 
@@ -176,7 +178,7 @@ class GlobalContrastiveLoss(ComposedLoss):
             if update_state or not trains:
                 rows = self.temperature.lookup(batch)
             batch.set_tau(self.temperature.taus(tau, rows))
-            blocks = SimilarityBlocks(batch, self.surrogate, self.intra_modal)
+            blocks = make_blocks(batch, self.surrogate, self.kernels, self.intra_modal)
             problems = self._complete(batch, blocks, index_problem)
             if update_state:
                 updated = self.normalizer.update(batch)

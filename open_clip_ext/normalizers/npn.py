@@ -79,8 +79,7 @@ class NPN(Normalizer):
     )
     npn_reset_optimizer: bool = option(False, "reset the optimizer's state at each restart of the network")
     npn_max_rise: float = option(
-        10.0, "undo a step's updates if they raise the network's objective by more, and halve AdaGrad's next ones; "
-        "1e30: never, as in the paper", **NOT_NEGATIVE,
+        10.0, "undo updates that raise the objective by more, halve the next; 1e30: never (the paper)", **NOT_NEGATIVE
     )
     npn_objective: str = option("unified", "what the network minimizes", choices=tuple(NETWORK_OBJECTIVES))
     npn_joint: bool = option(

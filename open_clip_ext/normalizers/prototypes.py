@@ -63,9 +63,7 @@ class Prototypes(RingNormalizer, NPN):
         4096, "m, prototypes of the normalizer-prediction network per direction", in_state=True, **AT_LEAST_1
     )
     npn_split: bool | None = option(Derived("on GPUs if counted faster"), "shard the prototypes over the processes")
-    npn_graph: bool | None = option(
-        Derived("on GPUs, unless the prototypes are sharded"), "launch a step's updates as one CUDA graph"
-    )
+    npn_graph: bool | None = option(Derived("on GPUs, unless split"), "launch a step's updates as one CUDA graph")
     keys: Tensor | None  # of the samples that they were drawn from, (m,) int64; None while batches have none
 
     @classmethod

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 EVIDENCE = Path(__file__).parents[2] / "examples" / "evidence"
-MODULES = ("grid", "run", "report", "gallery", "interpolate", "xbm")
+MODULES = ("grid", "run", "report", "gallery", "interpolate", "xbm", "gpu", "gpu_training")
 GRID = """
 recipe: --model ViT-shapes-tiny --device cpu --precision fp32 --workers 0 --batch-size 8 --log-every-n-steps 1
 batch: 8

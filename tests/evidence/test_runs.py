@@ -182,6 +182,24 @@ def test_a_cell_with_data_flags_and_measures_of_its_own(evidence):
     assert f"{header}| `short` | clip | 3 | 10.0 | 1,000 |" in report.scores(small, results)
 
 
+def test_one_correction_over_all_measures(evidence):
+    grid, _, report = evidence
+    about = "cell: short, pairs: [[queue, clip], [never run, clip]]"
+    families = f"comparisons: {{each: {{{about}}}, all: {{{about}, over measures: true}}}}"
+    text = Path("grid.yaml").read_text().replace("untuned: true", "untuned: true, measures: [R@1, 'R@10, old']")
+    Path("grid.yaml").write_text(text + families)
+    results = [
+        line(0.1 + gain * seed / 100, cell="short", method=method, seed=seed, **{"old_R@10": 10.0 + gain * (9 + seed)})
+        for method, gain in (("clip", 0), ("queue", 1))
+        for seed in (1, 2, 3)
+    ]
+    # Differences of 1, 2 and 3 points, and of 10, 11 and 12: t = 3.46 and 19.05, p = 0.0742 and 0.0027; times 2, or the
+    # smaller times 4 and the larger times 3.
+    told = report.declared(grid.Grid(Path("grid.yaml")), results)
+    assert "| each | `queue` - `clip` | 3, paired | +2.0 ± 2.5, p 0.1484 | +11.0 ± 2.5, p 0.0055 |" in told
+    assert "| all | `queue` - `clip` | 3, paired | +2.0 ± 2.5, p 0.2225 | +11.0 ± 2.5, p 0.0110 |" in told
+
+
 def test_the_most_memory_is_that_of_the_run_itself(evidence):
     """This process has imported torch; the run has not."""
     _, run, _ = evidence
