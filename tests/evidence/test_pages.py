@@ -162,7 +162,7 @@ def later(evidence, name: str) -> tuple:
     return declared, results, report, (ROOT / f"docs/evidence/{name}.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["components", "glyphs", "positives", "towers"])
+@pytest.mark.parametrize("name", ["components", "glyphs", "gpu", "positives", "towers"])
 def test_the_later_grids_tables_follow_from_the_results(evidence, name):
     declared, results, report, page = later(evidence, name)
     rows = list(results.values())
@@ -176,12 +176,19 @@ def test_the_later_grids_tables_follow_from_the_results(evidence, name):
     assert f"{len(rows)} of {len(declared.runs)} declared runs ran, in {hours:.1f} hours" in " ".join(page.split())
 
 
-def test_the_page_of_neighbours_on_several_positives_follows_from_the_results(evidence):
-    declared, results, report, _ = later(evidence, "positives")
+@pytest.mark.parametrize(
+    "name, page, start, end, count",
+    [
+        ("positives", "neighbours.md", "## Several positives", "\n## ", 2),
+        ("gpu", "results.md", "| 256 pairs or more |", "\n", 4),
+    ],
+)
+def test_what_other_pages_say_of_a_later_grid_follows_from_its_results(evidence, name, page, start, end, count):
+    declared, results, report, _ = later(evidence, name)
     tables = report.declared(declared, list(results.values()))
-    told = (ROOT / "docs/neighbours.md").read_text().partition("## Several positives")[2].partition("\n## ")[0]
-    differences = re.findall(r"-\d\.\d ± \d\.\d", told)
-    assert len(differences) == 2 and all(one in tables for one in differences)
+    told = (ROOT / "docs" / page).read_text().partition(start)[2].partition(end)[0]
+    differences = re.findall(r"-?\d\.\d ± \d\.\d", told)
+    assert len(differences) == count and all(one in tables for one in differences)
 
 
 def test_what_is_said_of_glyphs_follows_from_the_results(evidence):
