@@ -1,5 +1,6 @@
 """Recipes: the published ones, one's own files, what a run saves, and --dry-run."""
 
+import argparse
 import re
 from math import ceil
 from pathlib import Path
@@ -90,6 +91,18 @@ def test_a_switch_that_is_on_by_itself_stays_off(tmp_path):
     saved = f"--recipe {tmp_path}/recipe.yaml"
     values = [parse(text).npn_split for text in (saved, f"{saved} --npn-split", "--loss neuclip")]
     assert values == [False, True, None]
+
+
+@pytest.mark.parametrize("given", ["", "--wd-exclude a b", "--own-group", "--no-own-group"])
+def test_a_flag_with_another_name_than_its_value_is_repeated(given):
+    """As OpenCLIP 4.2 has them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--wd-exclude", nargs="*", default=[], dest="patterns")
+    parser.add_argument("--own-group", dest="in_head", action="store_false")
+    parser.add_argument("--no-own-group", dest="not_in_head", action="store_true")
+    values = vars(parser.parse_args(given.split()))
+    arguments = recipes.arguments(recipes.Recipe("x", flags=values), parser._actions)
+    assert vars(parser.parse_args(arguments)) == values
 
 
 def test_another_loss_has_its_own_settings(tmp_path, write):

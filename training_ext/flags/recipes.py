@@ -155,11 +155,13 @@ def arguments(recipe: Recipe, actions: Iterable[argparse.Action]) -> list[str]:
             raise InputError(f"{recipe.name!r}: {key} is not a flag{near}", "--recipe")
         if value is None:
             continue
-        action, flag = flags[key], flag_of(key)
+        action = flags[key]
+        flag = flag_of(key) if flag_of(key) in action.option_strings else action.option_strings[0]
         if action.nargs == 0:
             fits, expected = isinstance(value, bool), "it must be true or false"
             can_be_off = isinstance(action, argparse.BooleanOptionalAction)
-            more = [flag] if value else [flag_of(f"no_{key}")] if can_be_off else []
+            is_on = value if can_be_off else value == action.const  # which is False for a flag that switches off
+            more = [flag] if is_on else [flag_of(f"no_{key}")] if can_be_off else []
         elif action.nargs is not None:  # as --aug-cfg and --image-mean
             values = [f"{name}={item}" for name, item in value.items()] if isinstance(value, dict) else value
             fits = isinstance(values, list) and all(type(item) in (str, int, float) for item in values)

@@ -37,7 +37,8 @@ def resolved_flags(args: Namespace) -> dict[str, Any]:
     left_out = NOT_FLAGS | OF_ONE_RUN | args.absent_flags
     flags = {name: value for name, value in vars(args).items() if name not in left_out}
     values = {name: value for name, value in flags.items() if value not in (None, "", {})}
-    values = {name: value for name, value in values.items() if value is not False or name in args.given_settings}
+    given = {*args.given_settings, *args.given_flags}
+    values = {name: value for name, value in values.items() if value is not False or name in given}
     if not args.epochs_before:
         values.pop("osr_transfer", None)
     settings = set(factory.setting_names())
