@@ -66,7 +66,8 @@ def test_all_flags_show_no_default_that_a_loss_changes(shown):
 
 def test_the_first_lines_and_the_groups(shown):
     text = shown("--help all")
-    assert "--loss NAME" in text.splitlines()[0] and len(text.splitlines()) < 400
+    assert "--loss NAME" in text.splitlines()[0]
+    assert len(text.partition("OpenCLIP's flags:")[0].splitlines()) < 250
     headings = re.findall(r"^(\S.*):$", text, re.MULTILINE)
     assert headings[:2] == ["which training", "data"] and headings[-1] == "OpenCLIP's flags"
     for option in all_options():

@@ -227,7 +227,7 @@ def test_a_dry_run_writes_nothing_and_counts_as_the_training_does(arguments, run
     assert "total         48 samples" in text
     about = float(re.search(r"a checkpoint +([\d.]+) MiB", text)[1]) * 2**20
     assert (trained.path / "checkpoints" / "epoch_1.pt").stat().st_size == pytest.approx(about, rel=0.1)
-    warned = re.findall(r"WARNING \| (--\S+: .*)", trained.log)
+    warned = re.findall(r"WARNING \| (?:root \| )?(--\S+: .*)", trained.log)
     assert len(warned) >= 2 and " ".join(text.split("Warnings")[1].split()).startswith(" ".join(warned))
 
 

@@ -91,10 +91,11 @@ CASES = [
     (f"{OURS} --image-layer-decay 0", "--image-layer-decay: 0.0"),
 ]
 OF_TASKS = ("--fsdp", "--json-text-key", "--torchcompile-strategy", "-layer-decay")
+BEFORE_TASKS = ("--horovod",)
 
 
 def is_known(arguments: str) -> bool:
-    return hosts.installed().HAS_TASKS or not any(flag in arguments for flag in OF_TASKS)
+    return not any(flag in arguments for flag in (BEFORE_TASKS if hosts.installed().HAS_TASKS else OF_TASKS))
 
 
 def given(monkeypatch, arguments: str):
@@ -122,7 +123,7 @@ def test_every_rule_has_a_case(monkeypatch):
     of_tasks = {"text_layer_decay", "image_layer_decay", "torchcompile_strategy", "precision"}
     of_tasks |= {"captions_field", "json_text_key", "json_text_key_probs"}
     of_fsdp = {"osr_epochs", "keep_best", "zeroshot_data"}
-    assert left <= variable_text | (set() if hosts.installed().HAS_TASKS else of_tasks | of_fsdp)
+    assert left <= variable_text | ({"horovod"} if hosts.installed().HAS_TASKS else of_tasks | of_fsdp)
 
 
 REMOTE = "--dataset-type webdataset --train-data https://a.example/00.tar"
