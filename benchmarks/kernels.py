@@ -101,7 +101,7 @@ def errors_of(what: str, size: int, dim: int, device: torch.device) -> dict:
         errors = [((one.double() - other).norm() / other.norm()).item() for one, other in pairs]
         result |= {f"{kernels} value": errors[0], f"{kernels} gradients": max(errors[1:3])}
         equal = all(map(torch.equal, actual, again))
-    if not all(choice._works.values()):
+    if not all(choice._usable.values()):
         raise RuntimeError("the fused kernels were not used; the log says why")
     least = 1e-6 if device.type == "cuda" else 1e-2  # a CPU's eager ones are float32
     within = all(result[f"auto {name}"] <= 3 * result[f"eager {name}"] + least for name in ("value", "gradients"))

@@ -88,13 +88,7 @@ def fill(call: Call, m: int, batch: int) -> None:
 def compare(
     name: str, batch: int, dim: int, dtype: torch.dtype, kernels: str | None, device: torch.device, args
 ) -> dict:
-    """One loss's figures; with `kernels` those of `--kernels`."""
-    if kernels is not None:
-        least = dict.fromkeys(choice.LEAST_PAIRS, 0) if kernels == "fused" else {}
-        with patch.dict(choice.LEAST_PAIRS, least):
-            result = compare(f"{name}, {kernels}", batch, dim, dtype, None, device, args)
-        return result | {"kernels": kernels}
-    label, (name, _, kernels) = name, name.partition(", ")
+    """One loss's figures; `kernels`: those of `--kernels`, or None for the default."""
     settings, m = ({"npn_updates": 0} if name == "neuclip" else {}), args.m
     if name == "queue":  # a shorter one would hold only the batch
         m = max(m, 4 * batch)
@@ -114,7 +108,8 @@ def compare(
     clip = Call(SigLipLoss() if sigmoid else ClipLoss(), batch, dim, dtype, device, rows)
     if isinstance(getattr(loss, "normalizer", None), (Prototypes, Queue)):
         fill(ours, m, batch)
-    result = {"loss": label, "batch": batch, "dim": dim, "dtype": str(dtype).removeprefix("torch.")}
+    label = f"{name}, {kernels}" if kernels else name
+    result = {"loss": label, "kernels": kernels, "batch": batch, "dim": dim, "dtype": str(dtype).removeprefix("torch.")}
     functions = {"ours": ours, "clip": clip, "batch": BatchProducts(batch, dim, device, 1 if sigmoid else 2)}
     if CLIP_BLOCKS * 4 * batch**2 >= total_memory(device):
         del functions["clip"]
@@ -176,7 +171,11 @@ def main(argv: list[str] | None = None) -> list[dict]:
         for dtype in args.dtypes for dim in args.dims for batch in args.batch_sizes for name in names
         for kernels in args.kernels
     ]
-    results = [compare(*case, device, args) for case in tqdm(cases, desc="losses")]
+    results = []
+    for case in tqdm(cases, desc="losses"):
+        least = dict.fromkeys(choice.LEAST_PAIRS, 0) if case[-1] == "fused" else {}
+        with patch.dict(choice.LEAST_PAIRS, least):
+            results.append(compare(*case, device, args))
     print(table([cells(result) for result in results]))
     finish(args, device, results)
     return results

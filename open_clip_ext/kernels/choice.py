@@ -15,12 +15,12 @@ from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import all_gather
 from open_clip_ext.options import option
 
-KERNELS = option("auto", "auto: fused on a GPU in large batches", choices=("auto", "eager"))
+KERNELS = option("auto", "auto: fused kernels on a GPU in large batches; eager: none", choices=("auto", "eager"))
 # Pairs of a batch from which they are faster, by pass: measured on one H100 (docs/performance.md).
 LEAST_PAIRS = {"clip": 8192, "siglip": 8192, "global": 8192}
 HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # products of 16 bits with float32 sums, on CUDA
 LEAST_CAPABILITY = 8, 0  # the first with TF32 and bfloat16
-_works: dict[tuple[Any, ...], bool] = {}  # by what a kernel is compiled for
+_usable: dict[tuple[Any, ...], bool] = {}  # by what a kernel is compiled for
 
 
 def has_tf32() -> bool:
@@ -60,10 +60,10 @@ def fused_kernels(batch: Batch, kernels: str, name: str, low: bool = False) -> M
         return None
     image = batch.image
     kind = name, low, image.shape[1], image.dtype, image.device, len(image) == batch.size, batch.keys is not None
-    if kind not in _works:
+    if kind not in _usable:
         here = torch.tensor([works(batch, name, low)], device=image.device)
-        _works[kind] = bool(all_gather(here.float()).all())
-    if not _works[kind]:
+        _usable[kind] = bool(all_gather(here.float()).all())
+    if not _usable[kind]:
         return None
     return import_module("open_clip_ext.kernels.fused")
 

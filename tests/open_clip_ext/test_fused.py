@@ -33,7 +33,7 @@ def with_fused(monkeypatch, deviation):
     monkeypatch.setitem(sys.modules, "open_clip_ext.kernels.fused", module)
     for name in ("is_large", "is_possible", "has_tf32"):
         monkeypatch.setattr(choice, name, lambda *args: True)
-    monkeypatch.setattr(choice, "_works", {})
+    monkeypatch.setattr(choice, "_usable", {})
     return module
 
 

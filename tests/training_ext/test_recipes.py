@@ -11,6 +11,7 @@ from conftest import TINY
 
 from open_clip_ext import InputError
 from open_clip_ext.main import main as ext_main
+from training_ext.core import hosts
 from training_ext.flags import recipes, run_recipe
 from training_ext.flags.params import parse_args
 from training_ext.flags.recipes import PUBLISHED, TYPES
@@ -103,6 +104,14 @@ def test_a_flag_with_another_name_than_its_value_is_repeated(given):
     values = vars(parser.parse_args(given.split()))
     arguments = recipes.arguments(recipes.Recipe("x", flags=values), parser._actions)
     assert vars(parser.parse_args(arguments)) == values
+
+
+@pytest.mark.skipif(not hosts.installed().HAS_TASKS, reason="this OpenCLIP has no flag that switches off")
+def test_a_flag_that_switches_off_is_in_the_recipe(tmp_path):
+    args = parse("--loss neuclip --text-pooler-own-group --wd-exclude a b --train-data x.tar --name run")
+    run_recipe.save(str(tmp_path), run_recipe.of_run(args, run_recipe.resolved_flags(args), None))
+    again = parse(f"--recipe {tmp_path}/recipe.yaml")
+    assert (again.text_pooler_in_head, again.wd_exclude_patterns) == (False, ["a", "b"])
 
 
 def test_another_loss_has_its_own_settings(tmp_path, write):
