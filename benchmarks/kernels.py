@@ -83,7 +83,7 @@ def results_of(what: str, batch: Batch, kernels: str, alpha: Tensor) -> list[Ten
         log_batch, alpha = blocks.log_batch_normalizers(), alpha.to(batch.image.dtype)
         batch.all_log_batch = log_batch if len(batch.image) == batch.size else alpha + 1
         gradients = torch.zeros_like(batch.image), torch.zeros_like(batch.text)
-        value = torch.cat([log_batch, *blocks.add_gradients(gradients, alpha[:, batch.local], alpha)])
+        value = torch.cat([log_batch, *blocks.add_gradients(gradients, alpha)])
     return [value, *gradients]
 
 

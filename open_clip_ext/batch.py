@@ -126,17 +126,14 @@ class EqualRows:
     """Groups equal entries of `index` (B,), with static shapes and without a host sync, unlike torch.unique.
 
     Attributes:
-        group: number of each entry's group, in [0, B), (B,).
+        group: number of each entry's group, in [0, B), (B,): its first entry's place in the sorted `index`.
         count: how often each entry occurs, (B,) float32.
     """
 
     def __init__(self, index: Tensor):
-        ordered, order = index.sort()
-        is_new = torch.ones_like(ordered)
-        is_new[1:] = (ordered[1:] != ordered[:-1]).long()
-        self.group = torch.empty_like(index)
-        self.group[order] = is_new.cumsum(0) - 1
-        self.count = self._sum(torch.ones(len(index), device=index.device))
+        ordered = index.sort().values
+        self.group = torch.searchsorted(ordered, index)
+        self.count = (torch.searchsorted(ordered, index, right=True) - self.group).float()
 
     def _sum(self, values: Tensor) -> Tensor:
         # index_put_ adds in a fixed order on CUDA, index_add_ does not.

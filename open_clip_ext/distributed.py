@@ -34,9 +34,9 @@ def plain_name(name: str) -> str:
 
 def all_gather(tensor: Tensor) -> Tensor:
     """Concatenate (b, ...) of every process along the first axis to (B, ...), in the order of ranks, detached."""
-    tensor = tensor.detach().contiguous()
     if world_size() == 1:
-        return tensor
+        return tensor.detach()
+    tensor = tensor.detach().contiguous()
     gathered = tensor.new_empty((world_size() * tensor.shape[0], *tensor.shape[1:]))
     getattr(dist, GATHER)(gathered, tensor)
     return gathered

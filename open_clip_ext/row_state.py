@@ -170,25 +170,28 @@ class ShardedRows(nn.Module):
             self.rows = torch.cat([self.rows[:-1][rank() :: now], self.rows[-1:]])
         self._processes = now
 
-    def _locate(self, index: Tensor) -> tuple[Tensor, Tensor]:
+    def _locate(self, index: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Which rows are this process's, None for all; their places among its own, on the rows' device."""
         self._divide()
-        owned = index % world_size() == rank()
-        local = torch.where(owned, index // world_size(), self.rows.shape[0] - 1)
-        return owned, local
+        owned = None
+        if world_size() > 1:
+            owned = index % world_size() == rank()
+            index = torch.where(owned, index // world_size(), self.rows.shape[0] - 1)
+        return owned, index.to(self.rows.device)
 
     def lookup(self, index: Tensor) -> Tensor:
         """Values (B, c) of the rows `index` (B,), which must be the same on every process; one all-reduce."""
-        owned, local = self._locate(index)
-        local_values = self.rows[local.to(self.rows.device)].to(index.device)
-        values = torch.where(owned[:, None], local_values, 0.0)
-        if world_size() > 1:
+        owned, places = self._locate(index)
+        values = self.rows[places].to(index.device)
+        if owned is not None:
+            values.masked_fill_(~owned[:, None], 0.0)
             dist.all_reduce(values)
         return values
 
     def assign(self, index: Tensor, values: Tensor) -> None:
         """Write `values` (B, c) to the rows `index` (B,); a row that occurs twice must have the same values twice."""
-        _, local = self._locate(index)
-        self.rows[local.to(self.rows.device)] = values.to(self.rows)
+        _, places = self._locate(index)
+        self.rows[places] = values.to(self.rows)
 
     def gather(self) -> Any:
         """The whole table (n, c) on the CPU of process 0, None elsewhere. Every process must call it.

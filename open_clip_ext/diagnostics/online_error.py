@@ -83,7 +83,7 @@ class OnlineError:
         exponents = self._exponents(watched.embeddings, watched.positives, watched.taus, batch)
         met, mean = log_sum_and_mean(exponents)
         both = torch.logaddexp(watched.log_sum, met)
-        mean = watched.mean * (watched.log_sum - both).exp() + mean * (met - both).exp()
+        mean = torch.lerp(watched.mean, mean, (met - both).exp())
         watched.log_sum = torch.where(batch.finite, both, watched.log_sum)
         watched.mean = torch.where(batch.finite, mean, watched.mean)
         watched.negatives += self._columns(batch)
@@ -112,11 +112,11 @@ class OnlineError:
         columns = [(batch.all_text, batch.all_image)]  # for images and for texts as anchors
         if self.intra_modal:
             columns.append((batch.all_image, batch.all_text))
-        similarities = [
-            torch.cat([anchor @ side.T for side in sides], dim=1)
-            for anchor, *sides in zip(embeddings, *columns, strict=True)
-        ]
-        return self.surrogate.value(torch.stack(similarities) - positives[:, None]) / taus[:, :, None]
+        similarities = embeddings.new_empty(*embeddings.shape[:2], len(columns) * batch.size)
+        for sides, block in zip(columns, similarities.split(batch.size, dim=2), strict=True):
+            for anchors, side, out in zip(embeddings, sides, block, strict=True):
+                torch.mm(anchors, side.T, out=out)
+        return self.surrogate.value(similarities.sub_(positives[:, None])) / taus[:, :, None]
 
     def _compare(self, anchors: StoredAnchors) -> dict[str, Tensor]:
         exact = add_eps(anchors.log_sum - math.log(anchors.negatives), self.eps)
@@ -161,5 +161,5 @@ class OnlineError:
 
 def log_sum_and_mean(exponents: Tensor) -> tuple[Tensor, Tensor]:
     """log sum exp(x) and the mean of x with the weights exp(x), over the last dimension; x may be -inf."""
-    weights = exponents.softmax(dim=-1)
-    return exponents.logsumexp(dim=-1), torch.where(weights > 0, weights * exponents, 0.0).sum(dim=-1)
+    finite = exponents.clamp(min=torch.finfo(exponents.dtype).min)  # whose product with a weight of 0 is 0
+    return exponents.logsumexp(dim=-1), (exponents.softmax(dim=-1) * finite).sum(dim=-1)

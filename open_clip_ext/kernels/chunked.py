@@ -149,11 +149,11 @@ class Pairs:
             for tile in self._tiles(side):
                 tile.logits.diagonal(tile.shift).neg_()
                 if side == 0:  # the other block has the same pairs, on another process
-                    values[tile.row] += torch.logaddexp(tile.logits, zero, out=tile.buffer).sum(1)
+                    values[tile.row].add_(torch.logaddexp(tile.logits, zero, out=tile.buffer).sum(1))
                 weights = tile.logits.sigmoid_()
                 weights.diagonal(tile.shift).neg_()
                 if side == 0:
-                    all_weights[tile.row] += weights.sum(1)
+                    all_weights[tile.row].add_(weights.sum(1))
                 self._add(side, tile.row, tile.column, self._rounded(weights))
         return values.sum(), all_weights.sum()
 
@@ -173,8 +173,9 @@ class Pairs:
     def finish(self, factor: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return this process's part of the gradient in image, text and scale: `factor` times the sums so far."""
         grad_scale = torch.linalg.vecdot(self.gradients[0], self.image).sum() * factor
+        scale = self.scale * factor
         for gradient in self.gradients:
-            gradient.mul_(self.scale * factor)
+            gradient.mul_(scale)
         return *self.gradients, grad_scale
 
 

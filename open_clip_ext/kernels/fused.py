@@ -164,7 +164,7 @@ class FusedBlocks(SimilarityBlocks):
         return self._log2_sums / LOG2_E
 
     def _weights(
-        self, shift: Tensor, all_shift: Tensor, sums: Tensor
+        self, all_shift: Tensor, sums: Tensor
     ) -> Iterator[tuple[Block, slice, slice, Tensor]]:
         batch = self.batch
         peaks, totals, moments = self._sums
@@ -287,7 +287,7 @@ def sample(dim: int, device: torch.device, is_alone: bool, has_keys: bool) -> Ba
 def results_of_blocks(kind: type[SimilarityBlocks], batch: Batch) -> list[Tensor]:
     blocks = kind(batch, Identity())
     features, zeros = (torch.zeros_like(batch.image), torch.zeros_like(batch.text)), torch.zeros_like(batch.all_tau)
-    return [blocks.log_batch_normalizers(), *blocks.add_gradients(features, zeros[:, batch.local], zeros), *features]
+    return [blocks.log_batch_normalizers(), *blocks.add_gradients(features, zeros), *features]
 
 
 def results_of_pairs(kind: type[Pairs], batch: Batch, is_sigmoid: bool, low: bool) -> list[Tensor]:

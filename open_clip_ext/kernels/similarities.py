@@ -31,6 +31,12 @@ class Block:
     column_side: int
     both_directions: bool = False  # with one process the columns' samples are its anchors, too
 
+    def directions(self, part: slice) -> list[tuple[int, int, slice]]:
+        """The anchors of a part of the rows: their side, the dimension along which their negatives lie, and which of
+        the side's anchors they are."""
+        rows, columns = (self.row_side, 1, part), (self.column_side, 0, slice(None))
+        return [rows, columns] if self.both_directions else [rows]
+
 
 class SimilarityBlocks:
     """The similarities that a process needs: its images against all texts and its texts against all images, as
@@ -91,21 +97,16 @@ class SimilarityBlocks:
         batch = self.batch
         log_sums = torch.full_like(batch.tau, -math.inf)
         memory = self._part_memory()
-        once = len(self.blocks) == 2  # all negatives of an anchor are in one part
+        # Whether all negatives of an anchor are in one part.
+        once = len(self.blocks) == 2 or len(self.blocks) == len(self.parts) == 1
         for block in self.blocks:
             for part in self.parts:
                 similarities = self._similarities(block, part)
-                row_tau = batch.tau[block.row_side, part]
-                row_sums = log_sums[block.row_side, part]
-                out = row_sums if once else None
-                rows = self._log_sum(similarities, batch.positives[part], row_tau, 1, part, memory, out)
-                if not once:
-                    torch.logaddexp(row_sums, rows, out=row_sums)
-                if block.both_directions:
-                    column_tau = batch.tau[block.column_side]
-                    columns = self._log_sum(similarities, batch.positives, column_tau, 0, part, memory)
-                    column_sums = log_sums[block.column_side]
-                    torch.logaddexp(column_sums, columns, out=column_sums)
+                for side, dim, anchors in block.directions(part):
+                    positives, tau, sums = batch.positives[anchors], batch.tau[side, anchors], log_sums[side, anchors]
+                    found = self._log_sum(similarities, positives, tau, dim, part, memory, sums if once else None)
+                    if not once:
+                        torch.logaddexp(sums, found, out=sums)
         return log_sums
 
     def _leave_out(self, values: Tensor, part: slice, fill: float) -> None:
@@ -128,7 +129,7 @@ class SimilarityBlocks:
         return log_sum_exp_(exponents, dim, out)
 
     def add_gradients(
-        self, features: tuple[Tensor, Tensor], alpha: Tensor, all_alpha: Tensor
+        self, features: tuple[Tensor, Tensor], all_alpha: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Add the gradient of mean_i tau_i * exp(-alpha_i) (eps + g_i), summed over both directions of the global
         batch, with alpha constant (NeuCLIP, Eq. 4; iSogCLR, Eq. 14 and 21).
@@ -138,16 +139,15 @@ class SimilarityBlocks:
 
         Args:
             features: where the gradients in this process's `image` and `text` are added, (b, d) each.
-            alpha: log-normalizers of this process's anchors, (2, b), at least L - MAX_LOG_WEIGHT + min(0, log tau).
-            all_alpha: those of all anchors, (2, B).
+            all_alpha: log-normalizers of all anchors, (2, B), at least L - MAX_LOG_WEIGHT + min(0, log tau).
 
         Returns:
             Per anchor the sum of its negatives' weights, and tau_i * exp(-alpha_i) * dg_i/dtau_i, (2, b) each.
         """
         batch = self.batch
-        shift, all_shift = -(alpha + self.log_negatives[batch.local]), -(all_alpha + self.log_negatives)
-        sums = alpha.new_zeros(2, 2, len(batch.positives))  # by side of the anchor, as in `_weights_of_anchors`
-        for block, row, column, weights in self._weights(shift, all_shift, sums):
+        all_shift = -(all_alpha + self.log_negatives)
+        sums = all_alpha.new_zeros(2, 2, len(batch.positives))  # by side of the anchor, as in `_weights_of_anchors`
+        for block, row, column, weights in self._weights(all_shift, sums):
             self._add_product(features[block.row_side][row], weights, block.columns[column])
             if block.both_directions:
                 self._add_product(features[block.column_side][column], weights.T, block.rows[row])
@@ -160,17 +160,18 @@ class SimilarityBlocks:
         feature.addmm_(weights, vectors, alpha=1 / self.batch.size)
 
     def _weights(
-        self, shift: Tensor, all_shift: Tensor, sums: Tensor
+        self, all_shift: Tensor, sums: Tensor
     ) -> Iterator[tuple[Block, slice, slice, Tensor]]:
         """Yield the weights of all pairs of the blocks' slices of rows and columns, and add them up in `sums`; they
         share memory, so each is used before the next.
 
         Args:
-            shift, all_shift: as in `_weights_of_anchors`, (2, b) and (2, B).
+            all_shift: as in `_weights_of_anchors`, of all anchors, (2, B).
             sums: by side of the anchor, (2, 2, b).
         """
         batch = self.batch
         all_tau = batch.all_tau.contiguous()  # on a CPU addcdiv is slow with an expanded one
+        shift = all_shift[:, batch.local]
         memory, row_memory = self._part_memory(), self._part_memory()
         for block in reversed(self.blocks):
             row_side, column_side = block.row_side, block.column_side
@@ -188,9 +189,9 @@ class SimilarityBlocks:
                 )
                 self._latest = None  # overwritten
                 if block.both_directions:
-                    sums[column_side] += column_sums
+                    sums[column_side].add_(column_sums)
                 yield block, part, slice(None), weights.add_(column_weights)
-            sums[row_side] += row_sums
+            sums[row_side].add_(row_sums)
 
     def _weights_of_anchors(
         self, similarities: Tensor, positives: Tensor, tau: Tensor, shift: Tensor, dim: int, part: slice,

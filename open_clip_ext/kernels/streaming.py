@@ -38,11 +38,11 @@ def tiles(
     return pieces(slice(0, rows), height), [piece for some in columns for piece in pieces(some, width)]
 
 
-def are_finite(*tensors: Tensor) -> Tensor:
-    """Whether each tensor is free of NaN and infinity, (number of tensors,) bool, in one pass: its minimum or maximum
-    would show either."""
+def are_not_finite(*tensors: Tensor) -> Tensor:
+    """Whether each tensor has a NaN or infinity, (number of tensors,) bool, in one pass: its minimum or maximum shows
+    either."""
     extremes = torch.stack([extreme for tensor in tensors for extreme in torch.aminmax(tensor.detach())]).view(-1, 2)
-    return (extremes - extremes == 0).all(dim=1)  # fewer operations than isfinite
+    return (extremes - extremes).sum(dim=1) != 0  # fewer operations than isfinite
 
 
 def exp_(exponents: Tensor) -> Tensor:

@@ -48,9 +48,8 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.autograd import attach_gradients
 from open_clip_ext.kernels.choice import KERNELS
 from open_clip_ext.kernels.similarities import SimilarityBlocks, make_blocks
-from open_clip_ext.kernels.streaming import are_finite
+from open_clip_ext.kernels.streaming import are_not_finite
 from open_clip_ext.losses.amortization import Amortization
-from open_clip_ext.losses.base import GRADIENTS
 from open_clip_ext.options import AT_LEAST_0, NOT_NEGATIVE, Derived, option
 from open_clip_ext.surrogates import Identity
 from open_clip_ext.temperatures import RHO, LearnedLogitScale
@@ -82,7 +81,7 @@ class AmorLIPLoss(Amortization):
     amor_positive_weight: float = option(1e-3, "weight of the positive in Z", **NOT_NEGATIVE)
     kernels: str = KERNELS
     least_pairs = 2
-    CHECKED = ("image_features", "text_features", "logit_scale", "log Z", "log lambda", GRADIENTS)
+    CHECKED = ("image_features", "text_features", "logit_scale", "log Z", "log lambda")
 
     def __init__(self, accum_freq: int = 1, validate: bool = False, **options: Any):
         super().__init__(accum_freq, validate, **options)
@@ -185,7 +184,7 @@ class AmorLIPLoss(Amortization):
         relative = log_lambda - scale * positives
         alpha = relative - log_negative_weight
         grad_image, grad_text = torch.zeros_like(image), torch.zeros_like(text)
-        _, tau_terms = blocks.add_gradients((grad_image, grad_text), alpha, alpha)
+        _, tau_terms = blocks.add_gradients((grad_image, grad_text), alpha)
         excess = (log_means - relative).exp().sum(dim=0) - 2
         grad_image.addcmul_(excess[:, None], text, value=1 / size)
         grad_text.addcmul_(excess[:, None], image, value=1 / size)
@@ -196,7 +195,7 @@ class AmorLIPLoss(Amortization):
 
     def _watch(self, batch: Batch, scale: Tensor, log_negatives: Tensor, log_lambda: Tensor) -> None:
         checked = (batch.all_image, batch.all_text, scale, log_negatives, log_lambda)
-        self.note(~are_finite(*checked))
+        self.note(are_not_finite(*checked))
         deviation, mean = torch.std_mean(log_lambda, dim=1)
         self._last = {
             "tau": scale.reciprocal(),

@@ -37,7 +37,7 @@ from torch.nn.functional import softplus
 
 from open_clip_ext.distributed import on_first
 from open_clip_ext.errors import InputError
-from open_clip_ext.kernels.streaming import are_finite
+from open_clip_ext.kernels.streaming import are_not_finite
 from open_clip_ext.losses.base import Loss
 from open_clip_ext.networks import WIDTH, PartitionNetwork, check_width, size
 from open_clip_ext.objectives import MAX_LOG_WEIGHT
@@ -163,7 +163,7 @@ class Amortization(Loss):
             self._begin_epoch(log_z)
         assert self.online is not None
         log_combined = self.log_combined(image, text, log_z)
-        finite = are_finite(log_z)[0]
+        finite = ~are_not_finite(log_z)[0]
         # The mean over samples of exp(s <.,.>) in Eq. 8 is Z.
         weight = (log_z - log_combined).exp()
         for update in range(self.amor_updates):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from open_clip_ext.distributed import world_size
 from open_clip_ext.errors import InputError, lost_another_process
-from open_clip_ext.kernels.autograd import scale_gradient
-from open_clip_ext.kernels.streaming import are_finite
+from open_clip_ext.kernels.autograd import attach_gradients, scale_gradient
+from open_clip_ext.kernels.streaming import are_not_finite
 from open_clip_ext.losses.accumulation import FirstCall, Inputs
 from open_clip_ext.losses.checks import (
     NOT_UNIT_VECTORS,
@@ -62,7 +62,7 @@ class Loss(LossState):
         one_batch_per_step: whether the caller's loop makes all `accum_freq` calls of a step on the same pairs.
         least_pairs: smallest number of pairs per process.
         needs_negatives: whether it is defined only for a global batch of two pairs or more.
-        CHECKED: names of the tensors that `note` checks; `note_gradients` checks the last.
+        CHECKED: names of the tensors that `note` checks.
     """
 
     one_batch_per_step = False
@@ -74,7 +74,7 @@ class Loss(LossState):
     takes_positives = False
     takes_bias = False
     takes_reference = False
-    CHECKED: ClassVar[tuple[str, ...]] = (*INPUTS, GRADIENTS)
+    CHECKED: ClassVar[tuple[str, ...]] = INPUTS
 
     def __init__(self, accum_freq: int = 1, validate: bool = False, **options: Any):
         super().__init__(**options)
@@ -244,7 +244,7 @@ class Loss(LossState):
             first_call = FirstCall(compute, inputs, self.parameters())
         else:
             image, text, scale, *_ = inputs.values()
-            self._non_finite.note(INPUTS, self.steps, ~are_finite(image, text, scale))
+            self._non_finite.note(INPUTS, self.steps, are_not_finite(image, text, scale))
         self._first_call = first_call if self._calls % self.accum_freq else None
         return first_call.attached(inputs, self.parameters())
 
@@ -268,13 +268,23 @@ class Loss(LossState):
         """
         self._non_finite.note(self.CHECKED, self.steps, problems)
 
+    def attached(self, value: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """`value` with a backward pass that gives its inputs the sum of all processes' parts of their gradients.
+
+        Args:
+            parts: pairs (input, this process's part of the gradient, which is overwritten), the features first.
+        """
+        if (processes := world_size()) > 1:  # DistributedDataParallel averages over them
+            for _, gradient in parts:
+                gradient.mul_(processes)
+        self.note_gradients(*(gradient for _, gradient in parts[:2]))
+        return attach_gradients(value, parts)
+
     def note_gradients(self, *gradients: Tensor) -> None:
         """Record a float32 gradient that overflows the features' float16; nothing else would show it."""
         if self._is_float16:
             largest = torch.stack([gradient.abs().amax() for gradient in gradients]).amax()
-            problems = torch.zeros(len(self.CHECKED), dtype=torch.bool, device=largest.device)
-            problems[-1] = largest > torch.finfo(torch.float16).max
-            self.note(problems)
+            self._non_finite.note((GRADIENTS,), self.steps, (largest > torch.finfo(torch.float16).max)[None])
 
     def raise_if_not_finite(self) -> None:
         """Raise if an earlier call had bad values. Waits for the device.

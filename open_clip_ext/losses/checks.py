@@ -10,6 +10,7 @@ from open_clip_ext.distributed import all_gather, rank, values_where_changed, wo
 
 FEATURES = ("image_features", "text_features", "dist_image_features", "dist_text_features")
 NOT_UNIT_VECTORS = tuple(f"{name} must be unit vectors; normalize them along dim 1" for name in FEATURES)
+NEVER = 2**62  # a step that no training reaches
 NORM_ERROR = 0.02  # largest | |x| - 1 | of a unit vector; float16 and bfloat16 round by less
 LEAST_USUAL_SCALE = 4.7  # OpenCLIP clamps its parameter to log(100) = 4.6, so a smaller scale is probably a logarithm
 
@@ -18,24 +19,27 @@ class FirstSteps:
     """The first step at which each problem occurred, recorded on the device."""
 
     def __init__(self) -> None:
-        self._first: dict[tuple[str, ...], Tensor] = {}  # step * len(names) + which, 0-d int64; -1: none so far
+        self._first: dict[tuple[str, ...], Tensor] = {}  # a step, or `NEVER`, for each of some names, int64
 
     def note(self, names: tuple[str, ...], step: int, are_wrong: Tensor) -> None:
-        """Record `step` if it is the first with a problem; `are_wrong`: bools for `names`, or for the first few."""
-        now = torch.where(are_wrong.any(), are_wrong.long().argmax() + step * len(names), -1)
-        earlier = self._first.get(names)
-        if earlier is not None:
-            earlier = earlier.to(now.device)
-            now = torch.where(earlier >= 0, earlier, now)
-        self._first[names] = now
+        """Record `step` for those of `names` that have their first problem; `are_wrong`: bools for them, or for
+        the first few."""
+        names = names[: len(are_wrong)]
+        first = self._first.get(names)
+        if first is None:
+            first = torch.full((len(names),), NEVER, device=are_wrong.device)
+        first = first.to(are_wrong.device)
+        self._first[names] = torch.where(are_wrong, first.clamp(max=step), first)
 
     def problem(self) -> tuple[int, str] | None:
-        """Step and name of a recorded problem, or None. Waits for the device."""
-        for names, coded_step in self._first.items():
-            if (code := int(coded_step)) >= 0:
-                step, which = divmod(code, len(names))
-                return step, names[which]
-        return None
+        """Step and name of the first problem, or None. Waits for the device."""
+        problems = [
+            (step, name)
+            for names, steps in self._first.items()
+            for step, name in zip(steps.tolist(), names, strict=True)
+            if step < NEVER
+        ]
+        return min(problems, key=lambda problem: problem[0], default=None)
 
 
 @torch.no_grad()

@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.batch import Batch
-from open_clip_ext.distributed import world_size
-from open_clip_ext.kernels.autograd import attach_gradients
 from open_clip_ext.kernels.choice import KERNELS
 from open_clip_ext.kernels.chunked import clip_loss, siglip_loss, unicl_loss
-from open_clip_ext.kernels.streaming import are_finite
+from open_clip_ext.kernels.streaming import are_not_finite
 from open_clip_ext.losses.base import Loss
 from open_clip_ext.options import option
 from open_clip_ext.temperatures import LearnedLogitScale
@@ -31,15 +29,11 @@ class ChunkedLoss(Loss):
         inputs = (image, text, *parameters)
         with torch.no_grad():
             batch = Batch.gather(image, text, parameters[0].reciprocal())
-            self.note(~are_finite(batch.all_image, batch.all_text, parameters[0]))
+            self.note(are_not_finite(batch.all_image, batch.all_text, parameters[0]))
             value, gradients = kernel(
                 batch, *parameters, low=self.loss_precision == "bfloat16", kernels=self.kernels
             )
-        ddp_scale = world_size()  # DistributedDataParallel averages over processes, but their parts must add up
-        self.note_gradients(*gradients[:2])
-        return attach_gradients(
-            value, [(tensor, gradient.mul_(ddp_scale)) for tensor, gradient in zip(inputs, gradients, strict=True)]
-        )
+        return self.attached(value, list(zip(inputs, gradients, strict=True)))
 
 
 class ChunkedCLIPLoss(ChunkedLoss):

@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.batch import Batch
-from open_clip_ext.distributed import world_size
-from open_clip_ext.kernels.autograd import attach_gradients
 from open_clip_ext.kernels.choice import KERNELS
 from open_clip_ext.kernels.chunked import clip_loss
-from open_clip_ext.kernels.streaming import are_finite
+from open_clip_ext.kernels.streaming import are_not_finite
 from open_clip_ext.losses.base import Loss
 from open_clip_ext.options import NOT_NEGATIVE, option
 from open_clip_ext.temperatures import LearnedLogitScale
@@ -63,14 +61,10 @@ class CyCLIPLoss(Loss):
             batch = Batch.gather(image, text, logit_scale.reciprocal())
             contrastive, (grad_image, grad_text, grad_scale) = clip_loss(batch, logit_scale, kernels=self.kernels)
             inmodal, crossmodal = add_consistency(batch, grad_image, grad_text, self.inmodal, self.crossmodal)
-            self.note(~are_finite(batch.all_image, batch.all_text, logit_scale))
+            self.note(are_not_finite(batch.all_image, batch.all_text, logit_scale))
             self._last = (contrastive, inmodal, crossmodal, logit_scale.reciprocal())
             value = contrastive + self.inmodal * inmodal + self.crossmodal * crossmodal
-        ddp_scale = world_size()  # DistributedDataParallel averages over processes, but their parts must add up
-        inputs = (image, grad_image), (text, grad_text), (logit_scale, grad_scale)
-        gradients = [(tensor, gradient.mul_(ddp_scale)) for tensor, gradient in inputs]
-        self.note_gradients(grad_image, grad_text)
-        return attach_gradients(value, gradients)
+        return self.attached(value, [(image, grad_image), (text, grad_text), (logit_scale, grad_scale)])
 
     def diagnostics(self) -> dict[str, Tensor]:
         names = ("clip", "inmodal_consistency", "crossmodal_consistency", "tau")

@@ -21,14 +21,12 @@ from torch import Tensor, nn
 
 from open_clip_ext.batch import Batch, add_eps, log_mean_of_directions
 from open_clip_ext.diagnostics.online_error import OnlineError
-from open_clip_ext.distributed import all_gather, world_size
+from open_clip_ext.distributed import all_gather
 from open_clip_ext.errors import InputError
-from open_clip_ext.kernels.autograd import attach_gradients
 from open_clip_ext.kernels.choice import KERNELS
 from open_clip_ext.kernels.positives import SeveralPositives
 from open_clip_ext.kernels.similarities import SimilarityBlocks, make_blocks
-from open_clip_ext.kernels.streaming import are_finite
-from open_clip_ext.losses.base import GRADIENTS
+from open_clip_ext.kernels.streaming import are_not_finite
 from open_clip_ext.losses.composed import ComposedLoss
 from open_clip_ext.losses.cyclip import add_consistency
 from open_clip_ext.normalizers.base import Normalizer
@@ -87,7 +85,7 @@ class GlobalContrastiveLoss(ComposedLoss):
     )
     kernels: str = KERNELS
     trains_logit_scale = False  # the temperature decides
-    CHECKED = ("image_features", "text_features", "logit_scale", "similarities", "index", "log-normalizers", GRADIENTS)
+    CHECKED = ("image_features", "text_features", "logit_scale", "similarities", "index", "log-normalizers")
 
     def __init__(
         self,
@@ -190,7 +188,7 @@ class GlobalContrastiveLoss(ComposedLoss):
             alpha = self.mixed(self.normalizer(inputs, updated), batch.log_batch)
         with torch.no_grad():
             all_alpha = all_gather(alpha.T).T
-            self.note(torch.cat([problems, ~are_finite(all_alpha)]))
+            self.note(torch.cat([problems, are_not_finite(all_alpha)]))
             self._last = (batch.all_tau, batch.all_log_batch, all_alpha)
             if update_state and keys is None:  # it compares anchors with later samples and ignores keys
                 self.online_error.observe(batch, all_alpha)
@@ -199,13 +197,12 @@ class GlobalContrastiveLoss(ComposedLoss):
                 values = values + several.gaps / batch.all_tau
             value = self.temperature.value(batch.all_tau, values)
             gradients, tau_terms, consistency = self._gradients(blocks, tau, inputs, alpha, all_alpha, values, several)
-            self.note_gradients(gradients[0][1], gradients[1][1])
             if update_state and rows is not None:
                 per_anchor = values + self.temperature.rho + all_gather(tau_terms.T).T
                 if self.one_per_pair:
                     per_anchor = per_anchor.mean(dim=0).expand(2, -1)
                 self.temperature.update(batch, rows, per_anchor)
-        return attach_gradients(value + consistency, gradients)
+        return self.attached(value if consistency is None else value + consistency, gradients)
 
     def mixed(self, alpha: Tensor, log_batch: Tensor) -> Tensor:
         """Mix the batch's own estimate L into the estimator's alpha, (2, b), and bound exp(L - alpha)."""
@@ -219,25 +216,24 @@ class GlobalContrastiveLoss(ComposedLoss):
         if not self.needs_index or index is None:
             return None, torch.zeros((), dtype=torch.bool, device=device)
         index = all_gather(index.to(device, non_blocking=True))
-        outside = ((index < 0) | (index >= self.num_samples)).any()
-        return index.clamp(0, self.num_samples - 1), outside
+        inside = index.clamp(0, self.num_samples - 1)
+        return inside, (inside != index).any()
 
     def _complete(self, batch: Batch, blocks: SimilarityBlocks, index_problem: Tensor) -> Tensor:
-        """Set the batch's L and `finite`; return its problems, a bool on the device for each of `CHECKED` but the last
-        two."""
+        """Set the batch's L and `finite`; return its problems, a bool on the device for each of `CHECKED` but the last."""
         log_batch = add_eps(blocks.log_batch_normalizers(), self.eps)
         if self.one_per_pair:
             log_batch = log_mean_of_directions(log_batch)
         batch.all_log_batch = all_gather(log_batch.T).T
         checked = (batch.all_image, batch.all_text, batch.all_tau.log(), batch.all_log_batch)  # tau of 1 / inf is 0
-        problems = torch.cat([~are_finite(*checked), index_problem[None]])
+        problems = torch.cat([are_not_finite(*checked), index_problem[None]])
         batch.finite = ~problems.any()
         return problems
 
     def _gradients(
         self, blocks: SimilarityBlocks, tau: Tensor, inputs: Batch, alpha: Tensor, all_alpha: Tensor, values: Tensor,
         several: SeveralPositives | None,
-    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor | float]:
+    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor | None]:
         """This process's part of the gradient of the global value.
 
         Args:
@@ -248,30 +244,29 @@ class GlobalContrastiveLoss(ComposedLoss):
 
         Returns:
             Pairs (input, gradient); tau_i times the derivative in tau_i of each local anchor's value, (2, b); the
-            weighted consistency terms, 0-d.
+            weighted consistency terms, 0-d, if there are any.
         """
         batch = blocks.batch
         image, text, grad_tau, learned = self.gradient_through_alpha(batch, inputs, alpha)
         alpha = alpha.detach()
-        # The kernel's gradient has the factor tau_i; the objective has the factor scale(tau_i).
-        ratio = self.temperature.scale(batch.all_tau) / batch.all_tau
-        local_ratio = ratio[:, batch.local]
-        pulls, tau_terms = blocks.add_gradients((image, text), alpha - local_ratio.log(), all_alpha - ratio.log())
-        tau_terms = tau_terms + batch.size * grad_tau
+        scaled = self.temperature.scales_encoders  # the kernel's gradient has the factor tau_i
+        pulls, tau_terms = blocks.add_gradients((image, text), all_alpha if scaled else all_alpha + batch.all_tau.log())
+        tau_terms = torch.add(tau_terms, grad_tau, alpha=batch.size)
         if several is not None:
             if self.objective.through_alpha:
-                pulls = pulls + local_ratio * self.objective.slope(batch.log_batch, alpha)
+                slope = self.objective.slope(batch.log_batch, alpha)
+                pulls = pulls + (slope if scaled else slope / batch.tau)
             several.add_gradients((image, text), all_gather(pulls.T).T)
             tau_terms = tau_terms - pulls * several.gaps[:, batch.local] / batch.tau
-        tau_terms = tau_terms / local_ratio
-        consistency = self._add_consistency(batch, image, text) if self.consistency else 0.0
-        ddp_scale = world_size()  # DistributedDataParallel averages over processes, but their parts must add up
-        gradients = [(batch.image, image.mul_(ddp_scale)), (batch.text, text.mul_(ddp_scale))]
+        if not scaled:
+            tau_terms = tau_terms * batch.tau
+        consistency = self._add_consistency(batch, image, text) if self.consistency else None
+        gradients = [(batch.image, image), (batch.text, text)]
         # As the temperature's, a parameter's whole gradient is in each of the accum_freq calls.
-        gradients += [(parameter, gradient * (ddp_scale / self.accum_freq)) for parameter, gradient in learned]
+        gradients += [(parameter, gradient / self.accum_freq) for parameter, gradient in learned]
         tau_gradient = self.temperature.gradient(batch.tau, values[:, batch.local], tau_terms, batch.size)
         if tau_gradient is not None:
-            gradients.append((tau, tau_gradient * ddp_scale))
+            gradients.append((tau, tau_gradient))
         return gradients, tau_terms, consistency
 
     def _add_consistency(self, batch: Batch, grad_image: Tensor, grad_text: Tensor) -> Tensor:

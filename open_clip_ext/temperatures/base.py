@@ -69,6 +69,7 @@ class Temperature(Part, nn.Module):
         trains_logit_scale: whether the parameter gets a gradient; if not, the training command freezes it.
         allows_reference: as for `Normalizer`.
         allows_views: whether the two views of an image can share a temperature (`negatives="views"`).
+        scales_encoders: whether an anchor has the factor tau_i in the encoders' objective.
         hold: freeze the per-sample temperatures; their momentum still updates, as an optimizer's at learning rate 0.
     """
 
@@ -77,6 +78,7 @@ class Temperature(Part, nn.Module):
     trains_logit_scale = False
     allows_reference = True
     allows_views = True
+    scales_encoders = True
     hold = False
     rho = 0.0
 
@@ -102,7 +104,7 @@ class Temperature(Part, nn.Module):
 
     def scale(self, taus: Tensor) -> Tensor:
         """The factor of each anchor in the encoders' objective."""
-        return taus
+        return taus if self.scales_encoders else torch.ones_like(taus)
 
     def value(self, taus: Tensor, values: Tensor) -> Tensor:
         """The estimate of the global objective, 0-d, from the anchors' values, (2, B)."""
@@ -165,8 +167,7 @@ class LearnableTemperature(Temperature):
 
     def gradient(self, taus: Tensor, values: Tensor, tau_terms: Tensor, batch: int) -> Tensor:
         """NeuCLIP, Eq. 13."""
-        slope_weight = 2 if self.fastclip_code else 1
-        return (values + self.rho + slope_weight * tau_terms).sum() / batch
+        return torch.add(values + self.rho, tau_terms, alpha=2 if self.fastclip_code else 1).sum() / batch
 
 
 class UnscaledTemperature(Temperature):
@@ -178,9 +179,7 @@ class UnscaledTemperature(Temperature):
     name = "unscaled"
     optimizer_options = LearnedLogitScale.options
     trains_logit_scale = True
-
-    def scale(self, taus: Tensor) -> Tensor:
-        return torch.ones_like(taus)
+    scales_encoders = False
 
     def gradient(self, taus: Tensor, values: Tensor, tau_terms: Tensor, batch: int) -> Tensor:
         return (tau_terms / taus).sum() / batch

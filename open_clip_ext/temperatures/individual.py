@@ -111,9 +111,6 @@ class IndividualTemperature(RowState, Temperature):
             factor = self.LR_DECAY**self.epoch
         return self.LAST_LR + (self.tau_lr - self.LAST_LR) * factor
 
-    def scale(self, taus: Tensor) -> Tensor:
-        return taus if self.scales_encoders else torch.ones_like(taus)
-
     def value(self, taus: Tensor, values: Tensor) -> Tensor:
         """The objective has the factor tau_i also where the encoders' gradient lacks it."""
         return (taus * (values + self.rho)).mean(dim=1).sum()

@@ -25,7 +25,7 @@ from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import on_first
 from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.adam import adam_step
-from open_clip_ext.kernels.streaming import are_finite
+from open_clip_ext.kernels.streaming import are_not_finite
 from open_clip_ext.options import POSITIVE, option
 from open_clip_ext.side_model import SideModel
 from open_clip_ext.temperatures.base import RHO, TAU_MAX, TAU_MIN, Temperature
@@ -132,7 +132,7 @@ class NetworkTemperature(Temperature):
             prototypes = self.named(self.weights)["prototypes"]
             embeddings = torch.stack([batch.all_text, batch.all_image])[:, : prototypes.shape[1]]
             initial = prototypes[:, : embeddings.shape[1]]
-            initial.copy_(torch.where(are_finite(embeddings).all(), embeddings, initial))
+            initial.copy_(torch.where(are_not_finite(embeddings), initial, embeddings))
         if self._send:
             self.network.broadcast()
         self._send = False

@@ -19,9 +19,10 @@ CONTEXT = multiprocessing.get_context("fork")  # does not import torch again
 
 def hold(folder, forks, told):
     with only_user(folder):
-        child = os.fork() if forks else None
-        if child != 0:
-            told.send(child)
+        if not forks:
+            told.send(None)
+        elif os.fork() == 0:
+            told.send(os.getpid())  # the child itself, once it is without its parent's lock
         time.sleep(600)
 
 

@@ -194,9 +194,9 @@ def test_the_gradient_of_a_batch_may_be_asked_for_again(few_at_a_time):
     for _ in range(2):
         alpha = blocks.log_batch_normalizers()
         gradients = torch.zeros_like(image), torch.zeros_like(text)
-        found.append((alpha, *blocks.add_gradients(gradients, alpha, alpha), *gradients))
+        found.append((alpha, *blocks.add_gradients(gradients, alpha), *gradients))
         gradients = torch.zeros_like(image), torch.zeros_like(text)
-        found.append((alpha, *blocks.add_gradients(gradients, alpha, alpha), *gradients))
+        found.append((alpha, *blocks.add_gradients(gradients, alpha), *gradients))
     for again in found[1:]:
         for one, other in zip(again, found[0], strict=True):
             assert torch.equal(one, other)
@@ -230,12 +230,12 @@ def test_sums_of_exponentials_at_their_ends():
 
 
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
-def test_are_finite(bad):
+def test_are_not_finite(bad):
     for shape in ((), (3, 4)):
         tensor = torch.full(shape, -3e38)
         if bad is not None:
             tensor.view(-1)[-1] = bad
-        assert streaming.are_finite(torch.ones(2), tensor, torch.zeros(())).tolist() == [True, bad is None, True]
+        assert streaming.are_not_finite(torch.ones(2), tensor, torch.zeros(())).tolist() == [False, bad is not None, False]
 
 
 def test_a_gradient_of_the_log_sum_is_taken_once():
