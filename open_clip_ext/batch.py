@@ -25,11 +25,9 @@ class Batch:
 
     image: Tensor  # unit vectors, (b, d)
     text: Tensor
-    positives: Tensor  # s_ii, (b,)
     tau: Tensor  # temperatures, (2, b)
     all_image: Tensor  # (B, d)
     all_text: Tensor
-    all_positives: Tensor  # (B,)
     all_tau: Tensor  # (2, B)
     offset: int = 0  # position of this process's first pair among the B
     index: Tensor | None = None  # rows of all samples in the data set, (B,) int64
@@ -69,13 +67,9 @@ class Batch:
         cls, image: Tensor, text: Tensor, all_image: Tensor, all_text: Tensor, tau: Tensor, offset: int,
         index: Tensor | None,
     ) -> "Batch":
-        all_positives = (all_image * all_text).sum(dim=1)
-        all_tau = tau.detach().expand(2, len(all_positives))
+        all_tau = tau.detach().expand(2, len(all_image))
         local = slice(offset, offset + len(image))
-        return cls(
-            image, text, all_positives[local], all_tau[:, local],
-            all_image, all_text, all_positives, all_tau, offset, index,
-        )
+        return cls(image, text, all_tau[:, local], all_image, all_text, all_tau, offset, index)
 
     def set_tau(self, all_tau: Tensor) -> None:
         """Replace the temperatures by `all_tau`, 0-d or (2, B), the same on every process."""
@@ -85,7 +79,17 @@ class Batch:
     @property
     def size(self) -> int:
         """B, the number of pairs of all processes."""
-        return len(self.all_positives)
+        return len(self.all_image)
+
+    @cached_property
+    def all_positives(self) -> Tensor:
+        """s_ii of all pairs, (B,)."""
+        return (self.all_image * self.all_text).sum(dim=1)
+
+    @cached_property
+    def positives(self) -> Tensor:
+        """s_ii of this process's pairs, (b,)."""
+        return self.all_positives[self.local]
 
     @cached_property
     def equal_rows(self) -> "EqualRows":

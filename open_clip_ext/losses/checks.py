@@ -1,6 +1,7 @@
 """Checks of a loss's inputs; problems of values on the device are recorded there, so that no step waits for it."""
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -44,12 +45,12 @@ class FirstSteps:
 
 @torch.no_grad()
 def are_not_unit_vectors(*features: Tensor) -> Tensor:
-    """For each of `features`, (b, d), whether a row's norm differs from 1, bool; a norm of NaN does not count."""
+    """For each of `features`, (b, d), whether a row's norm differs from 1, bool; False where one is NaN."""
     norms = [
         torch.linalg.vector_norm(vectors, dim=1, dtype=torch.promote_types(vectors.dtype, torch.float32))
         for vectors in features
     ]
-    return ((torch.stack(norms) - 1).abs() > NORM_ERROR).any(dim=1)
+    return torch.linalg.vector_norm(torch.stack(norms) - 1, math.inf, dim=1) > NORM_ERROR
 
 
 def check_features(**features: Tensor) -> None:

@@ -220,7 +220,7 @@ class GlobalContrastiveLoss(ComposedLoss):
         return inside, (inside != index).any()
 
     def _complete(self, batch: Batch, blocks: SimilarityBlocks, index_problem: Tensor) -> Tensor:
-        """Set the batch's L and `finite`; return its problems, a bool on the device for each of `CHECKED` but the last."""
+        """Set the batch's L and `finite`; return which of `CHECKED`, but for the last, are wrong, bools."""
         log_batch = add_eps(blocks.log_batch_normalizers(), self.eps)
         if self.one_per_pair:
             log_batch = log_mean_of_directions(log_batch)

@@ -18,7 +18,7 @@ from torch import Tensor
 from open_clip_ext.batch import Batch
 from open_clip_ext.side_model import SideModel
 
-INPUTS = ("all_image", "all_text", "all_positives", "all_tau", "all_log_batch", "finite", "keys")  # of the updates
+INPUTS = ("all_image", "all_text", "all_tau", "all_positives", "all_log_batch", "finite", "keys")  # of the updates
 DEVICE = "cuda"
 
 
@@ -80,9 +80,9 @@ class UpdateGraph:
             raise RuntimeError(f"on {device.type}")
         tensors = {name: getattr(batch, name) for name in INPUTS}
         self.inputs = {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
-        image, text, positives, tau = (self.inputs[name] for name in INPUTS[:4])
-        static = Batch(image, text, positives, tau, image, text, positives, tau, keys=self.inputs.get("keys"))
-        static.all_log_batch, static.finite = self.inputs["all_log_batch"], self.inputs["finite"]
+        image, text, tau = (self.inputs[name] for name in INPUTS[:3])
+        static = Batch(image, text, tau, image, text, tau)
+        vars(static).update(self.inputs)
         optimizer = network.optimizer
         counts = [state["step"] for state in optimizer.state.values()]
         before = [count.clone() for count in counts]
