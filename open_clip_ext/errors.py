@@ -97,7 +97,8 @@ def fault_of_machine(error: BaseException, folder: str | os.PathLike | None = No
         )
     if no_shared_memory := NO_SHARED_MEMORY.search(str(error)):
         reason = next(filter(None, no_shared_memory.groups()))
-        return f"/dev/shm cannot be written: {reason}; mount it writable, or read a csv or images with --workers 0"
+        remedy = "mount it writable or, before OpenCLIP 4, read a csv or images with --workers 0"
+        return f"/dev/shm cannot be written: {reason}; {remedy}"
     is_of_torch = OUT_OF_MEMORY.search(str(error)) if isinstance(error, RuntimeError) else None
     if is_of_torch or isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         text = str(error)[is_of_torch.start() :] if is_of_torch else str(error)

@@ -192,7 +192,9 @@ class Knowing(torch.nn.Module):
         super().__init__()
         self.scenes, self.seen = scenes, 0
 
-    def forward(self, image):
+    def forward(self, image=None, text=None):
+        if image is None:
+            return {"text_features": self.encode_text(text)}
         rows = []
         for _ in image:
             kind = KINDS.index(kind_of(self.scenes.scene(self.seen)))

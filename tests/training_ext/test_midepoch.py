@@ -180,7 +180,7 @@ def test_checkpoints_of_steps(run, killed, stopped, datasets, logs):
     assert {path.name for path in folder.iterdir()} == {"epoch_1.pt", "epoch_1_step_5.pt"}
     resumed = run("resumed", f"{common} --resume latest")
     equal(resumed, whole)
-    *_, last = re.findall(r"INFO \| Saved .*: (\S+\.pt)", resumed.log)
+    *_, last = re.findall(r"\| Saved .*: (\S+\.pt)", resumed.log)
     assert Path(last) == folder / "epoch_2.pt"
 
 

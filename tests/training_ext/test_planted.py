@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import re
 import tarfile
 from collections import OrderedDict
 from pathlib import Path
@@ -135,7 +136,8 @@ def test_a_tokenizer_with_code_of_its_own(ends, tmp_path, marker):
     )
     auto_map = {"AutoTokenizer": ["planted.Planted", None]}
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Planted", "auto_map": auto_map}))
-    assert "trust_remote_code" in ends(f"{SHAPES} --model local-dir:{folder}")
+    # OpenCLIP 4 does not pass the wish for it on, which transformers then refuses.
+    assert re.search("trust_remote_code|contains custom code", ends(f"{SHAPES} --model local-dir:{folder}"))
 
 
 def hub_folder(folder: Path, **text_cfg) -> Path:
@@ -207,12 +209,13 @@ def members(tmp_path, marker, ghostscript):
 
 def test_members_of_shards_in_open_clips_own_training(members, tmp_path):
     data = members.split()[1]
-    arguments = f"{members} --train-num-samples {ROWS} --val-data {data} --val-num-samples {ROWS} --name x"
+    arguments = f"{members} --train-num-samples {ROWS} --val-data {data} --val-num-samples {ROWS} --debug --name x"
     assert not run_main(ext_main, arguments, tmp_path / "logs")
     log = (tmp_path / "logs/x/out.log").read_text()
     # The pair whose image is PostScript is left out, and no other.
-    assert log.count("Left out of the train data") == log.count("Handling webdataset error") == 1
-    assert log.count("Ghostscript") == 2
+    for message in ("Left out of the train data", "Handling webdataset error"):
+        (line,) = (line for line in log.splitlines() if message in line)
+        assert "Ghostscript" in line
     assert f"num_samples: {ROWS - 1}" in log
 
 

@@ -8,7 +8,7 @@ import torch
 from conftest import DEVICE
 
 from open_clip_ext import create_loss, recover_statistics
-from training_ext.core.rows import RowLoader
+from training_ext.core.rows import RowLoader, pair_of
 
 EPOCHS = 1.5  # of 6 steps
 FLAGS = f"--lr 1e-3 --osr-epochs {EPOCHS} --epochs 1 --workers 0"
@@ -31,9 +31,9 @@ def test_moments_and_table_are_the_commands(run, datasets, weights, monkeypatch,
 
     def recorded(self):
         epochs.append([])
-        for images, tokens in original(self):
-            epochs[-1].append((images.clone(), tokens.clone(), self.latest()["index"].clone()))
-            yield images, tokens
+        for batch in original(self):
+            epochs[-1].append((*(part.clone() for part in pair_of(batch)), self.latest()["index"].clone()))
+            yield batch
 
     monkeypatch.setattr(RowLoader, "__iter__", recorded)
     path = tmp_path / "recovered.state"

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -82,6 +83,7 @@ def test_after_each_epoch_with_any_loss(loss, classes, datasets, tmp_path):
 @pytest.mark.parametrize("long", [False, True])
 def test_classes_of_one_name(long, classes, checkpoints, evalset, tmp_path, caplog):
     """Also where the context of the model cuts them to the same, in the command and at a training's start."""
+    caplog.set_level(logging.WARNING)
     folders, shards = tmp_path / "own", tmp_path / "shards"
     shutil.copytree(classes, folders)
     shutil.copytree(evalset / "wds_evalset-colour_test", shards)
