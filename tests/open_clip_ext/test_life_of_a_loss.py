@@ -367,6 +367,19 @@ def test_every_way_to_go_on_is_the_same(name, stop, tmp_path):
     same_state(state, torch.load(tmp_path / "state.pt", weights_only=True))  # not trained in place
 
 
+@ALL
+def test_the_epoch_may_be_set_before_a_state_is_loaded(name):
+    """As where a loop loads at the start of an epoch; the state is from the end of the one before."""
+    loss, before, after = (make(name) for _ in range(3))
+    for seed in range(3):
+        step(loss, seed)
+    before.set_epoch(1)
+    for other in (before, after):
+        other.load_full_state(loss.full_state())
+    after.set_epoch(1)
+    assert [step(before, seed) for seed in (3, 4)] == [step(after, seed) for seed in (3, 4)]
+
+
 @pytest.mark.parametrize(
     "name, options, other, part",
     [
