@@ -117,6 +117,17 @@ def fail(loss, seed: int = 0) -> None:
         step(loss, seed)
 
 
+@ALL
+def test_torchs_default_device_changes_nothing(name):
+    """A network drawn on a GPU would differ after a resume, and take from the generator of the user's own dropout."""
+    plain, other = make(name), make(name)
+    for seed in range(3):
+        batch = features(seed), rows(seed)
+        with torch.device("meta"):  # in place of a GPU
+            value = other(*batch[0], index=batch[1]).item()
+        assert value == plain(*batch[0], index=batch[1]).item()
+
+
 @ONE_OF_EACH
 def test_a_step_that_failed_may_be_tried_again(name):
     """The try begins a step; as a step's second call it would get the normalizers of the step before. An evaluation
