@@ -139,7 +139,8 @@ def gather_rows(local_rows: Tensor, num_rows: int, chunk_rows: int) -> Tensor | 
     if (world := world_size()) == 1:
         return local_rows.to("cpu", copy=True)
     wait_for_others()
-    table = torch.empty(num_rows, *local_rows.shape[1:], dtype=local_rows.dtype) if rank() == 0 else None
+    shape = num_rows, *local_rows.shape[1:]
+    table = torch.empty(shape, dtype=local_rows.dtype, device="cpu") if rank() == 0 else None
     most, step = -(-num_rows // world), -(-chunk_rows // world)
     for start in range(0, most, step):
         rows = slice(start, min(start + step, most))

@@ -59,7 +59,8 @@ class PartitionNetwork(SideModel):
     """
 
     def __init__(self, dimension: int, width: float, levels: Tensor, seed: int, **training: Any):
-        with torch.random.fork_rng(devices=[]):
+        # On the CPU, whatever torch.set_default_device says: a GPU's generator is not seeded here.
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed CUDA too
             sides = nn.ModuleList(PartitionMLP(dimension, width) for _ in levels)
         named = {name: parameter.detach() for name, parameter in sides.to(levels).named_parameters()}

@@ -38,7 +38,7 @@ class Ranks:
 
     def recall(self, k: int) -> float:
         """Expected fraction of the queries that have a positive among the k most similar candidates."""
-        missed = torch.ones(len(self.above), dtype=torch.float64)
+        missed = torch.ones_like(self.above, dtype=torch.float64)
         for rank in range(k):
             # Of the equal candidates, those that are no positives and may stand at this rank.
             non_positives = (self.above + self.equal - rank).clamp(min=0).double()
@@ -96,7 +96,7 @@ def validation_metrics(
         metrics |= {f"{side}_R@{k}": ranks.recall(k) for k in RECALLS}
     if image_of_text is None:
         return metrics
-    pairs = torch.arange(len(text))
+    pairs = torch.arange(len(text), device=image_of_text.device)
     first_pairs = pairs.new_zeros(int(image_of_text.max()) + 1).scatter_reduce(
         0, image_of_text, pairs, "amin", include_self=False
     )

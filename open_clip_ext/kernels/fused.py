@@ -274,8 +274,8 @@ class FusedPairs(Pairs):
 def sample(dim: int, device: torch.device, is_alone: bool, has_keys: bool) -> Batch:
     """A batch of random pairs, on which every part of a kernel's tile matters; `is_alone`: as with one process."""
     pairs, generator = 300, torch.Generator().manual_seed(0)  # tiles, and parts of tiles
-    image, text = normalize(torch.randn(2, pairs, dim, generator=generator), dim=2).to(device)
-    tau = (0.5 + 0.5 * torch.rand(2, pairs, generator=generator)).to(device)
+    image, text = normalize(torch.randn(2, pairs, dim, generator=generator, device="cpu"), dim=2).to(device)
+    tau = (0.5 + 0.5 * torch.rand(2, pairs, generator=generator, device="cpu")).to(device)
     local = slice(0, pairs) if is_alone else slice(100, 250)
     batch = Batch._of(image[local], text[local], image, text, tau, local.start, None)
     batch.all_log_batch = 2 / tau  # at least l / tau

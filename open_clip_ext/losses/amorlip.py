@@ -95,7 +95,7 @@ class AmorLIPLoss(Amortization):
 
     @property
     def current_rho(self) -> float:
-        return self.rho if self.epoch_of_steps < self.rho_annealed_from else self.rho_annealed
+        return self.rho if self.current_epoch < self.rho_annealed_from else self.rho_annealed
 
     def compute(
         self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool
@@ -106,6 +106,8 @@ class AmorLIPLoss(Amortization):
             batch = Batch.of_process(image, text, scale.reciprocal())
             blocks = make_blocks(batch, Identity(), self.kernels)
             log_negatives = blocks.log_batch_normalizers()
+            if update_state:
+                self.begin_step()
             stage_1 = update_state and self.due
             log_z = None
             if stage_1 or self.divides_by_combined or self.online is None:

@@ -107,7 +107,7 @@ class Amortization(Loss):
         super().__init__(accum_freq, validate, **options)
         if self.amor_beta_epochs is None:
             raise InputError("the cosine of beta needs its length, or the number of epochs", "amor_beta_epochs")
-        self.epoch_of_steps = self.step_of_epoch = 0  # the next step's; a state is loaded before `set_epoch`
+        self.epoch_of_steps = self.step_of_epoch = 0
         self.online: PartitionNetwork | None = None
         self.target: PartitionNetwork | None = None
         self.previous: PartitionNetwork | None = None  # the target at the end of the previous epoch
@@ -124,17 +124,23 @@ class Amortization(Loss):
         moments = 2 * each
         return {"MLPs (online, target, previous)": 3 * each, "gradients": each, "their optimizer's state": moments}
 
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        if epoch != self.epoch_of_steps:  # equal after loading a state from within this epoch, or at the start
-            self.epoch_of_steps, self.step_of_epoch = epoch, 0
+    def begin_step(self) -> None:
+        """Count steps anew in a new epoch. `set_epoch` does not, since a state of an earlier epoch, or from within this
+        one, may be loaded after it."""
+        if self.epoch != self.epoch_of_steps:
+            self.epoch_of_steps, self.step_of_epoch = self.epoch, 0
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch; before `set_epoch`, that of a state that was loaded."""
+        return self.epoch_of_steps if self.epoch < 0 else self.epoch
 
     @property
     def current_beta(self) -> float:
         """beta_t of Eq. 12; 0 in the first epoch, which has no previous network."""
         if self.previous is None:
             return 0.0
-        t = min(self.epoch_of_steps + 1, self.amor_beta_epochs)
+        t = min(self.current_epoch + 1, self.amor_beta_epochs)
         return self.amor_beta / 2 * (1 - math.cos(math.pi * t / self.amor_beta_epochs))
 
     @property

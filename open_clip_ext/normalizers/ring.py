@@ -49,7 +49,7 @@ class EmbeddingRing(nn.Module):
     def push(self, batch: Batch) -> list[slice]:
         """Replace the oldest pairs by the batch's last m; return this process's rows that it fills, one or two slices.
 
-        Under a non-finite batch the rows stay, or become unit vectors where there are none yet.
+        Under a non-finite batch rows and keys stay; rows become unit vectors where there are none yet.
         """
         count = min(batch.size, self.capacity)
         if batch.keys is not None and self.keys is None:
@@ -62,10 +62,11 @@ class EmbeddingRing(nn.Module):
                     earlier = earlier.clone()
                     earlier[:, 0] += (earlier == 0).all(dim=1)
                 rows[local_rows] = torch.where(batch.finite, features[-count:][pairs], earlier)
-            if self.keys is not None and batch.keys is not None:
-                self.keys[local_rows] = batch.keys[-count:][pairs]
-            elif self.keys is not None:
-                self.keys[local_rows] = self.unlike_keys(self.keys.device)[local_rows]
+            if self.keys is not None:
+                keys = self.unlike_keys(self.keys.device)[local_rows]
+                if batch.keys is not None:
+                    keys = batch.keys[-count:][pairs]
+                self.keys[local_rows] = torch.where(batch.finite, keys, self.keys[local_rows])
         self.head = (self.head + count) % self.capacity
         self.active = min(self.active + count, self.capacity)
         return [local_rows for local_rows, _ in places]

@@ -84,16 +84,17 @@ class NetworkTemperature(Temperature):
 
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
         d, m = dimension, self.tau_net_prototypes
-        draw = torch.Generator().manual_seed(0)
         bound = d**-0.5  # as torch.nn.Linear initializes
-        start = {
-            "inner": torch.rand(2, d, d, generator=draw).mul(2).sub(1).mul(bound),
-            "inner_bias": torch.rand(2, d, generator=draw).mul(2).sub(1).mul(bound),
-            "prototypes": torch.randn(2, m, d, generator=draw),
-            "log_phi": torch.tensor([FIRST_PHI, FIRST_PHI]).log(),
-            "out": torch.ones(2, m),
-            "out_bias": torch.zeros(2),
-        }
+        with torch.device("cpu"):  # where the generator is
+            draw = torch.Generator().manual_seed(0)
+            start = {
+                "inner": torch.rand(2, d, d, generator=draw).mul(2).sub(1).mul(bound),
+                "inner_bias": torch.rand(2, d, generator=draw).mul(2).sub(1).mul(bound),
+                "prototypes": torch.randn(2, m, d, generator=draw),
+                "log_phi": torch.tensor([FIRST_PHI, FIRST_PHI]).log(),
+                "out": torch.ones(2, m),
+                "out_bias": torch.zeros(2),
+            }
         self.shapes = {name: part.shape for name, part in start.items()}
         weights = torch.cat([part.flatten() for part in start.values()]).to(device, dtype)
         self.network = SideModel({"weights": weights, "moments": weights.new_zeros(2, len(weights))})

@@ -117,6 +117,17 @@ def fail(loss, seed: int = 0) -> None:
         step(loss, seed)
 
 
+@ALL
+def test_torchs_default_device_changes_nothing(name):
+    """A network drawn on a GPU would differ after a resume, and take from the generator of the user's own dropout."""
+    plain, other = make(name), make(name)
+    for seed in range(3):
+        batch = features(seed), rows(seed)
+        with torch.device("meta"):  # in place of a GPU
+            value = other(*batch[0], index=batch[1]).item()
+        assert value == plain(*batch[0], index=batch[1]).item()
+
+
 @ONE_OF_EACH
 def test_a_step_that_failed_may_be_tried_again(name):
     """The try begins a step; as a step's second call it would get the normalizers of the step before. An evaluation
@@ -365,6 +376,19 @@ def test_every_way_to_go_on_is_the_same(name, stop, tmp_path):
         assert run(other, stop, stop + 5) == expected
         same_state(other.full_state(), loss.full_state())
     same_state(state, torch.load(tmp_path / "state.pt", weights_only=True))  # not trained in place
+
+
+@ALL
+def test_the_epoch_may_be_set_before_a_state_is_loaded(name):
+    """As where a loop loads at the start of an epoch; the state is from the end of the one before."""
+    loss, before, after = (make(name) for _ in range(3))
+    for seed in range(3):
+        step(loss, seed)
+    before.set_epoch(1)
+    for other in (before, after):
+        other.load_full_state(loss.full_state())
+    after.set_epoch(1)
+    assert [step(before, seed) for seed in (3, 4)] == [step(after, seed) for seed in (3, 4)]
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,13 @@ def test_keys_of_overwritten_embeddings_are_forgotten():
         assert None in given or sorted(keys) == expected
 
 
+def test_a_batch_that_is_not_finite_leaves_the_keys_of_the_embeddings_that_stay():
+    loss, generator = create_loss("queue", queue_size=8), torch.Generator().manual_seed(0)
+    for first, factor in ((0, 1.0), (4, 1.0), (8, math.nan)):
+        loss(unit(generator, 4, 3) * factor, unit(generator, 4, 3), torch.tensor(10.0), key=torch.arange(4) + first)
+    assert loss.normalizer.ring.keys.tolist() == [*range(8)]
+
+
 def batches(loss, number, seed=0, size=20):
     """The last value of some steps."""
     generator = torch.Generator().manual_seed(seed)
