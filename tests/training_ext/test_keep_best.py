@@ -100,6 +100,16 @@ def test_a_resumed_run_knows_its_start_and_its_best(run, pretrained, evaluations
     assert (third.path / BEST).exists()
 
 
+def test_a_best_after_the_resumed_checkpoint_is_another_runs(run, evaluations):
+    flags = f"{FLAGS} --loss fastclip-v3 --lr 1e-3 --rho 5 --keep-best {RECALL} --epochs 3"
+    evaluations([0.5, 0.6, 0.9])
+    first = run("x", flags).path
+    evaluations([0.7])
+    other = run("y", f"{flags} --resume {first}/checkpoints/epoch_2.pt")
+    assert torch.load(other.path / BEST, weights_only=True)["metrics"][RECALL] == 0.7
+    assert "are of epoch 3, after the checkpoint" in other.log
+
+
 def test_a_best_may_be_zero_and_no_nan_is_one(run, pretrained, evaluations, tmp_path):
     """A training that starts anew, since the first ended before its first checkpoint, has a best of its own."""
     flags = f"{FLAGS} --loss fastclip-v3 --lr 1e-3 --rho 5 --keep-best clip_val_loss"

@@ -142,6 +142,15 @@ def test_a_training(run, datasets, monkeypatch, loss):
         assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in plain.state_dict().items())
 
 
+@pytest.mark.parametrize("more, kept", [("--delete-previous-checkpoint", [2]), ("", [1, 2])])
+def test_exported_weights_go_with_their_checkpoint(run, datasets, more, kept):
+    """That of steps within an epoch when a newer one is complete; that of an epoch where OpenCLIP removes it."""
+    flags = f"--lora-rank 4 --loss queue --queue-size 20 {datasets['csv']} --epochs 2 --save-every-steps 2 {more}"
+    folder = run("x", flags).path
+    for files in ("checkpoints", "weights"):
+        assert sorted(path.name for path in (folder / files).glob("*.pt")) == [f"epoch_{epoch}.pt" for epoch in kept]
+
+
 def test_accumulated_batches_train_as_a_whole_one(run, datasets):
     common = f"{LORA} --loss fastclip-v3 {datasets['csv']} {BY_GRADIENTS}"
     halves = run("halves", f"{common} --batch-size {ROWS // 2} --accum-freq 2")

@@ -270,7 +270,12 @@ def test_a_dry_run_without_recipe(capsys, refused, datasets, write):
     assert ext_main([*TINY.split(), *datasets["shards"].split(), "--loss", "fastclip-v3", "--dry-run"]) == 0
     assert "48 per epoch" in capsys.readouterr().out
     assert "more than the 4 samples" in refused(f"{flags} --accum-freq 9 --train-num-samples 4 --workers 0")
-    # So are those of the data at hand, whatever the recipe or a flag that OpenCLIP does not look at says.
+    # What it would refuse of the data, so does its plan.
+    line = refused(f"{datasets['shards']} --loss queue --lr 1e-3 --workers 7 --dry-run")
+    assert "get 0 of the 6 shards each" in line
+    line = refused(f"{datasets['shards']} --loss queue --lr 1e-3 --train-num-samples 480 --workers 0 --dry-run")
+    assert "--train-num-samples: 480, but" in line
+    # Samples are counted in the data at hand, whatever the recipe or a flag that OpenCLIP does not look at says.
     parts = datasets["shards"].replace("{000000..000005}", "{000000..000002}")
     first = datasets["shards"].split()[1].replace("{000000..000005}", "000000")
     path = write("samples: 48\nflags: {epochs: 1}")

@@ -233,10 +233,14 @@ def test_loaded_statistics_are_those_recovered(run, datasets, pretrained, epochs
     assert equal(one.checkpoint(2)["state_dict"], other.checkpoint(2)["state_dict"])
 
 
-@pytest.mark.parametrize("loss", [pytest.param("neuclip", marks=pytest.mark.slow), "fastclip-v2"])
-def test_an_interrupted_recovery_goes_on(run, datasets, pretrained, killed, tmp_path, loss):
+OF_THE_LOSS = pytest.param("neuclip", "", marks=pytest.mark.slow), ("fastclip-v2", "")
+
+
+@pytest.mark.parametrize("loss, more", [*OF_THE_LOSS, ("fastclip-v2", "--token-head 0.3")])
+def test_an_interrupted_recovery_goes_on(run, datasets, pretrained, killed, tmp_path, loss, more):
     """Killed in its second epoch, and again in the training's first: the end is that of an uninterrupted run."""
-    common = f"{datasets['shapes']} {ANY_LOSS[loss]} --pretrained {pretrained} --osr-epochs 3 --epochs 2 --workers 0"
+    recovery = "--osr-epochs 3 --epochs 2 --workers 0"
+    common = f"{datasets['shapes']} {ANY_LOSS[loss]} {more} --pretrained {pretrained} {recovery}"
     whole = run("whole", common)
     assert not (whole.path / UNFINISHED).exists()
 

@@ -77,7 +77,9 @@ class KeepBest(Component):
         for place in [] if folder is None else [folder, *beside]:
             self._start = self._start or _read_start(os.path.join(place, START))
             if self._best is None and self.keep_best is not None:
-                self._best = _read_best(os.path.join(place, BEST), self.keep_best)
+                # Another run's after the checkpoint are not weights that this one has had.
+                last = math.inf if place == folder else self.training.state.done
+                self._best = _read_best(os.path.join(place, BEST), self.keep_best, last)
                 if self._best is not None and place != folder and (own := self.plan.file(BEST)):
                     with open(os.path.join(place, BEST), "rb") as source, whole_file(own) as target:
                         shutil.copyfileobj(source, target)
@@ -171,12 +173,16 @@ def _read_start(path: str) -> dict[str, float]:
         return {}
 
 
-def _read_best(path: str, metric: str) -> float | None:
+def _read_best(path: str, metric: str, last: float) -> float | None:
+    """The best value of the metric; None without one, or if it is of an epoch after `last`."""
     if not os.path.exists(path):
         return None
     try:
-        kept = load_mapped(path)
-        value = kept["metrics"].get(metric)
+        metrics = load_mapped(path)["metrics"]
+        if metrics["epoch"] > last:
+            logging.warning(f"The best weights in '{path}' are of epoch {metrics['epoch']}, after the checkpoint")
+            return None
+        value = metrics.get(metric)
         return None if value is None else float(value)
     except Exception as error:
         logging.warning(f"The best weights in '{path}' cannot be read: {one_line(error)}")

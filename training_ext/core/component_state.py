@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from open_clip_ext.errors import InputError
@@ -79,3 +80,6 @@ def export(save: Callable, content: dict[str, Any], path: str, components: Seque
         os.makedirs(folder, exist_ok=True)
         # OpenCLIP renames its tmp.pt when it is written.
         atomic_save(save, weights, os.path.join(folder, "epoch_latest.pt" if name == "tmp.pt" else name))
+        if components[0].args.delete_previous_checkpoint:  # whose checkpoint OpenCLIP removes
+            with suppress(FileNotFoundError):
+                os.remove(os.path.join(folder, f"epoch_{content['epoch'] - 1}.pt"))

@@ -13,7 +13,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.files import PARTIAL, whole_file
 from training_ext.core import hosts
 from training_ext.core.plan import trains
-from training_ext.core.state import entry_of
+from training_ext.core.state import WEIGHTS, entry_of
 from training_ext.data.checkpoint import SHARDED, SHARDED_PARTS
 from training_ext.data.row_folders import MARK, remove_unnamed
 from training_ext.openclip.loading import load_mapped
@@ -70,11 +70,14 @@ def newest_numbered(folder: str) -> str | None:
 
 
 def remove_older(path: str) -> list[str]:
-    """Remove the mid-epoch checkpoints beside a newer checkpoint at `path`, and return their names."""
+    """Remove the mid-epoch checkpoints beside a newer checkpoint at `path`, with their exported weights; return their
+    names."""
     folder, newer = os.path.split(path)
     older = [name for name in os.listdir(folder) if PATTERN.fullmatch(name) and name != newer]
     for name in older:
         os.remove(os.path.join(folder, name))
+        with suppress(FileNotFoundError):
+            os.remove(os.path.join(os.path.dirname(folder), WEIGHTS, name))
     remove_folders(folder)
     return older
 

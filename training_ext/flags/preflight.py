@@ -20,7 +20,7 @@ from training_ext.data import row_folders
 from training_ext.data.checkpoint_files import bring_up_to_date, resumed_path
 from training_ext.data.epochs import check_steps, samples_per_epoch
 from training_ext.data.metrics import evaluated_metrics
-from training_ext.data.rows import check_usable, find_rows
+from training_ext.data.rows import DataRows, check_usable, find_rows
 from training_ext.flags.resumed import check_folder, find_resumed
 from training_ext.flags.rules import check_rules
 from training_ext.flags.trial import try_start
@@ -75,11 +75,7 @@ def check_first(run: Run, needs_rows: bool) -> None:
     if trains(args) and any(component.counts_rows for component in run.components):
         processes = world_info()[2]
         rows = find_rows(args)
-        if rows.kind == "webdataset":
-            from training_ext.data import counting
-
-            counting.check_loaders(args, rows, processes)
-            counting.check_num_samples(args, rows)
+        check_shards(args, rows, processes)
         check_steps(args, rows.kind, samples_per_epoch(args, rows), processes)
         if loss is not None:
             check_memory(args, loss, rows.num_rows, processes)
@@ -92,6 +88,15 @@ def check_first(run: Run, needs_rows: bool) -> None:
         if entry is not None:
             row_folders.check(path, row_folders.rows_folder_of(entry), entry["state"], "--resume")
     bring_up_to_date(args)
+
+
+def check_shards(args: Namespace, rows: DataRows, processes: int) -> None:
+    """Raise InputError if OpenCLIP would wait forever for a batch of these shards, or repeat them within an epoch."""
+    if rows.kind == "webdataset":
+        from training_ext.data import counting
+
+        counting.check_loaders(args, rows, processes)
+        counting.check_num_samples(args, rows)
 
 
 def check_open_clips_own(run: Run) -> None:

@@ -139,7 +139,7 @@ def trained_on(run: Given) -> str | None:
 RULES = (
     # Ranges
     *(within(name, 1) for name in ("log_every_n_steps", "train_num_samples", "remote_sync_frequency")),
-    *(within(name, 0) for name in ("warmup", "save_frequency", "val_frequency", "zeroshot_frequency")),
+    *(within(name, 0) for name in ("lr", "warmup", "workers", "save_frequency", "val_frequency", "zeroshot_frequency")),
     *(within(name, 0) for name in ("lock_image_unlocked_groups", "lock_text_unlocked_layers")),
     within("lr_cooldown_end", 0),
     within("lr_cooldown_power", POSITIVE, expected="above 0"),
@@ -175,6 +175,7 @@ RULES = (
         "{wrong!r} is trained on, by --train-data {train_data!r}, so its metrics say nothing of new pairs; hold others "
         "out, as make_shards does, or leave it out",
     ),
+    needs("train_data_upsampling_factors", lambda run: run.dataset_resampled, "--dataset-resampled"),
     Rule(
         "model",
         lambda run: ":" not in run.model and known_config(run.model) is None

@@ -14,12 +14,14 @@ import open_clip
 import torch
 from open_clip.pretrained import is_pretrained_cfg
 from open_clip_train import params as open_clip_params
+from open_clip_train.data import expand_urls
 from PIL import Image
 
 from training_ext.core import hosts
 from training_ext.core.patching import replaced
 from training_ext.core.plan import trains
 from training_ext.core.temperature import train_temperature
+from training_ext.data.rows import kind_of
 from training_ext.openclip.loading import known_config, load_mapped, logged
 
 # What would write, start processes or need a device, by the value without.
@@ -91,6 +93,8 @@ def failure(args: Namespace) -> Exception | None:
         return built
 
     def get_data(*_: Any, **__: Any) -> dict[str, Any]:
+        if trains(args) and kind_of(args, args.train_data) == "webdataset":
+            expand_urls(args.train_data, args.train_data_upsampling_factors)
         loader = SimpleNamespace(num_batches=args.accum_freq, num_samples=args.accum_freq * args.batch_size)
         return {"train" if trains(args) else "val": SimpleNamespace(dataloader=loader)}
 

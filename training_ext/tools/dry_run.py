@@ -110,11 +110,14 @@ def counted(
     if has_data:
         try:
             rows = find_rows(args)
-            return samples_per_epoch(args, rows), rows.num_rows, rows.seen, []
         except InputError as error:
             if declared is None:
                 raise
             problems.append(str(error))
+        else:
+            if args.loss is not None:
+                preflight.check_shards(args, rows, world_info()[2])
+            return samples_per_epoch(args, rows), rows.num_rows, rows.seen, []
     if declared is None:
         raise InputError("is missing; give it, or --train-data, whose samples are counted", "--train-num-samples")
     return declared, declared, None, problems

@@ -163,6 +163,7 @@ class StatisticsRecovery:
             return
         loss = self.training.loss
         state, folder = ({}, None) if loss is None else row_folders.save_state(self.args, loss, path)
+        needed = {one.name: one.state_dict() for one in self.training.components if one.state_is_needed}
         if self.args.rank != 0:
             return
         content = {
@@ -174,6 +175,7 @@ class StatisticsRecovery:
             "group_steps": [group["step"] for group in self.optimizer.param_groups if "step" in group],
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
             "loss_state": state,
+            "components": {name: own for name, own in needed.items() if own},
             "rows": folder,
             **place,
         }
@@ -197,6 +199,9 @@ class StatisticsRecovery:
         if self.training.loss is not None:
             folder = row_folders.folder_of(path, content.get("rows"), flag)
             row_folders.load_state(self.training.loss, content["loss_state"], folder, path, flag)
+        for component in self.training.components:  # a file of version 0.1 has no states of theirs
+            if state := content.get("components", {}).get(component.name):
+                component.load_state_dict(state)
 
     def _resume(self) -> dict[str, Any]:
         """Load what an interrupted run of this experiment saved; returns where it was, {} if there is nothing."""
