@@ -175,7 +175,7 @@ class StatisticsRecovery:
             "group_steps": [group["step"] for group in self.optimizer.param_groups if "step" in group],
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
             "loss_state": state,
-            "components": {name: own for name, own in needed.items() if own},
+            "states": {name: own for name, own in needed.items() if own},
             "rows": folder,
             **place,
         }
@@ -200,7 +200,7 @@ class StatisticsRecovery:
             folder = row_folders.folder_of(path, content.get("rows"), flag)
             row_folders.load_state(self.training.loss, content["loss_state"], folder, path, flag)
         for component in self.training.components:  # a file of version 0.1 has no states of theirs
-            if state := content.get("components", {}).get(component.name):
+            if state := content.get("states", {}).get(component.name):
                 component.load_state_dict(state)
 
     def _resume(self) -> dict[str, Any]:
