@@ -34,8 +34,11 @@ class StoredAnchors:
 
     def or_else(self, finite: Tensor, other: "StoredAnchors") -> "StoredAnchors":
         """A copy with the tensors of `other`, of the same shapes, unless `finite`, 0-d bool on the device."""
-        tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: torch.where(finite, value, vars(other)[name]) for name, value in tensors.items()})
+        chosen: dict[str, Any] = {
+            name: torch.where(finite, value, vars(other)[name])
+            for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **chosen)
 
 
 class OnlineError:
