@@ -69,7 +69,8 @@ def try_start(args: Namespace, path: str | None = None) -> None:
         # timm's optimizers get none of OpenCLIP's defaults.
         unset = {other for other, value in vars(args).items() if value is None} if name == "opt" else set()
         plain = Namespace(**{**vars(args), **{other: defaults[other] for other in {name, *unset} & defaults.keys()}})
-        if trains(plain) == trains(args) and failure(plain, None if name == "resume" else path) is None:
+        paths = {None, path if name != "resume" else None}
+        if trains(plain) == trains(args) and not any(failure(plain, path) for path in paths):
             raise in_words(error, Namespace(**{**vars(args), "resume": path}), name) from error
 
 
@@ -82,7 +83,7 @@ def failure(args: Namespace, path: str | None = None) -> Exception | None:
     """What OpenCLIP's main raises before its first step; None if nothing, or if only the meta device is to blame.
 
     Args:
-        path: of a checkpoint, after whose loading the trial ends; None: it is not resumed.
+        path: of a checkpoint, whose loading alone counts, and ends the trial; None: it is not resumed.
     """
     module = hosts.installed().main()
     main, names = module.__name__, vars(module)
@@ -92,6 +93,7 @@ def failure(args: Namespace, path: str | None = None) -> Exception | None:
         run = None if path is None else Run(tried, Components.of(tried), hosts.installed())
     except InputError as error:  # without a flag that components need
         return error
+    loads = False
     models: list[tuple[Any, Callable]] = []  # with their transforms of images for training
 
     def init_distributed_device(args: Namespace) -> torch.device:
@@ -116,7 +118,8 @@ def failure(args: Namespace, path: str | None = None) -> Exception | None:
         return built
 
     def pt_load(path: str, **_: Any) -> Any:
-        loaded = load_mapped(path)
+        nonlocal loads
+        loaded, loads = load_mapped(path), True
         if isinstance(loaded, dict) and run is not None:
             take_entry(loaded)
             run.state.fit(loaded)
@@ -180,5 +183,7 @@ def failure(args: Namespace, path: str | None = None) -> Exception | None:
         except Exception as error:
             # Frozen batch norms, which OpenCLIP makes on the CPU, cannot hold values of the meta device.
             is_of_meta = "meta" in str(error) or "incompatible tensor type" in str(error)
+            # Components are not made for it, and OpenCLIP starts without them.
+            is_of_meta |= path is not None and not loads
             return None if is_of_meta or isinstance(error, NotImplementedError) else error
     return None
