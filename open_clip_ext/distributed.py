@@ -79,8 +79,8 @@ def wait_for_others() -> None:
     key = _report("gathering", "here")
     if rank() == 0:
         _wait(
-            key, "the loss's state_dict() or full_state(): process 0 waits for process {}; every process must call it, "
-            "also where process 0 alone writes the file"
+            "gathering", key, "the loss's state_dict() or full_state(): process 0 waits for process {}; every process "
+            "must call it, also where process 0 alone writes the file"
         )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def values_where_changed(name: str, value: int, message: str) -> list[int]:
         RuntimeError: with the message; a process has not called it within 5 minutes.
     """
     key = _report(name, str(value))
-    _wait(key, message)
+    _wait(name, key, message)
     return [int(_store().get(f"{key}{process}")) for process in range(world_size())]
 
 
@@ -109,13 +109,22 @@ def _store() -> Any:
 def _report(name: str, value: str) -> str:
     """Set this process's value in the store, and return the key before a process's number."""
     # The count of reports is in the store, not in this process, which may have been in other groups before.
-    key = f"open_clip_ext/{name} {_store().add(f'open_clip_ext/{name}/{rank()}', 1)}/"
+    key = f"open_clip_ext/{name} {_count(name, 1)}/"
     _store().set(f"{key}{rank()}", value)
     return key
 
 
-def _wait(key: str, message: str) -> None:
-    """Wait until every process has reported; warn of those that have not, and raise RuntimeError at last."""
+def _count(name: str, more: int) -> int:
+    """Add to the number of this process's reports, and return it."""
+    return _store().add(f"open_clip_ext/{name}/{rank()}", more)
+
+
+def _wait(name: str, key: str, message: str) -> None:
+    """Wait until every process has reported; warn of those that have not.
+
+    Raises:
+        RuntimeError: one has not at last. Then this report is withdrawn, so that the next is counted as the others' is.
+    """
     store, keys = _store(), [f"{key}{process}" for process in range(world_size())]
     for seconds in (SOON, AT_LAST):
         try:
@@ -127,6 +136,8 @@ def _wait(key: str, message: str) -> None:
                 raise
             if seconds == SOON:
                 logging.warning(message.format(missing))
+    _count(name, -1)
+    store.delete_key(f"{key}{rank()}")
     raise RuntimeError(message.format(missing))
 
 

@@ -6,8 +6,7 @@ except that the encoders have changed during those k steps. NeuCLIP, Appendix B.
 data set, as `normalizers_report` does.
 """
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,8 +29,16 @@ class StoredAnchors:
     log_sum: Tensor  # of exp(l / tau) over the negatives of all steps so far
     mean: Tensor  # of l / tau over these negatives with the weights exp(l / tau)
     effective: Tensor  # effective number of negatives in their own batch, 0-d
-    negatives: int  # number of negatives per anchor so far
+    negatives: Tensor  # number of negatives per anchor so far, 0-d
     steps: int = 1  # number of steps so far
+
+    def or_else(self, finite: Tensor, other: "StoredAnchors") -> "StoredAnchors":
+        """A copy with the tensors of `other`, of the same shapes, unless `finite`, 0-d bool on the device."""
+        chosen: dict[str, Any] = {
+            name: torch.where(finite, value, vars(other)[name])
+            for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **chosen)
 
 
 class OnlineError:
@@ -39,7 +46,8 @@ class OnlineError:
 
     A sample that occurs again within these steps would be its own negative, so every epoch starts over. The anchors of
     its first step are replaced after `skip` steps and not compared: a queue may begin an epoch empty, and would then be
-    judged by the one step in which it is the minibatch's own estimate.
+    judged by the one step in which it is the minibatch's own estimate. Anchors that a batch that is not
+    finite would replace stay.
 
     Args:
         surrogate, eps, intra_modal, one_per_pair: as in the loss.
@@ -70,15 +78,18 @@ class OnlineError:
             batch: the global batch.
             alpha: log-normalizers in use, of all its anchors, (2, B).
         """
+        before = None
         if self._watched is not None and self._watched.steps == (self.window if self._warm else self.skip):
             if self._warm:
                 self._shown = self._compare(self._watched)
             self._warm = True
-            self._watched = None
+            before, self._watched = self._watched, None
         watched = self._watched
         kind = batch.all_image.dtype, batch.all_image.device
         if watched is None or (watched.embeddings.dtype, watched.embeddings.device) != kind:
             self._watched = self._begin(batch, alpha)
+            if before is not None and before.embeddings.shape == self._watched.embeddings.shape:
+                self._watched = self._watched.or_else(batch.finite, before)
             return
         exponents = self._exponents(watched.embeddings, watched.positives, watched.taus, batch)
         met, mean = log_sum_and_mean(exponents)
@@ -86,7 +97,7 @@ class OnlineError:
         mean = torch.lerp(watched.mean, mean, (met - both).exp())
         watched.log_sum = torch.where(batch.finite, both, watched.log_sum)
         watched.mean = torch.where(batch.finite, mean, watched.mean)
-        watched.negatives += self._columns(batch)
+        watched.negatives.add_(batch.finite, alpha=self._columns(batch))
         watched.steps += 1
 
     def _columns(self, batch: Batch) -> int:
@@ -99,12 +110,13 @@ class OnlineError:
         exponents = self._exponents(embeddings, positives, taus, batch)
         anchor = torch.arange(k, device=alpha.device)
         for start in range(0, exponents.shape[2], batch.size):
-            exponents[:, anchor, anchor + start] = -math.inf
+            exponents[:, anchor, anchor + start] = torch.finfo(exponents.dtype).min  # whose product with 0 is 0
         log_sum, mean = log_sum_and_mean(exponents)
         effective = (2 * log_sum - (2 * exponents).logsumexp(dim=2)).exp().mean()
+        negatives = self._columns(batch) - (2 if self.intra_modal else 1)
         return StoredAnchors(
             embeddings, positives, taus, alpha[:, :k].clone(), batch.all_log_batch[:, :k].clone(), log_sum, mean,
-            effective, negatives=self._columns(batch) - (2 if self.intra_modal else 1),
+            effective, negatives=log_sum.new_full((), negatives),
         )
 
     def _exponents(self, embeddings: Tensor, positives: Tensor, taus: Tensor, batch: Batch) -> Tensor:
@@ -119,7 +131,8 @@ class OnlineError:
         return self.surrogate.value(similarities.sub_(positives[:, None])) / taus[:, :, None]
 
     def _compare(self, anchors: StoredAnchors) -> dict[str, Tensor]:
-        exact = add_eps(anchors.log_sum - math.log(anchors.negatives), self.eps)
+        log_negatives = anchors.negatives.log()
+        exact = add_eps(anchors.log_sum - log_negatives, self.eps)
         if self.one_per_pair:
             exact = log_mean_of_directions(exact)
         difference = anchors.alpha - exact
@@ -127,7 +140,7 @@ class OnlineError:
             "normalizer_mse": difference.square().mean(),
             "normalizer_bias": difference.mean(),
             "minibatch_mse": (anchors.log_batch - exact).square().mean(),
-            "negatives_kl": (anchors.mean - anchors.log_sum).mean() + math.log(anchors.negatives),
+            "negatives_kl": (anchors.mean - anchors.log_sum).mean() + log_negatives,
         }
 
     def diagnostics(self) -> dict[str, Tensor]:
@@ -155,11 +168,14 @@ class OnlineError:
         """Load the result of `state`."""
         self._warm = bool(state.get("warm", True))
         watched = below(state, "watched.")
-        self._watched = StoredAnchors(**watched) if "mean" in watched else None  # states from before it start over
+        self._watched = None
+        if "mean" in watched:  # states from before it start over
+            log_sum = watched["log_sum"]
+            negatives = torch.as_tensor(watched["negatives"], dtype=log_sum.dtype, device=log_sum.device)
+            self._watched = StoredAnchors(**{**watched, "negatives": negatives.clone()})  # before, a number
         self._shown = below(state, "shown.")
 
 
 def log_sum_and_mean(exponents: Tensor) -> tuple[Tensor, Tensor]:
-    """log sum exp(x) and the mean of x with the weights exp(x), over the last dimension; x may be -inf."""
-    finite = exponents.clamp(min=torch.finfo(exponents.dtype).min)  # whose product with a weight of 0 is 0
-    return exponents.logsumexp(dim=-1), (exponents.softmax(dim=-1) * finite).sum(dim=-1)
+    """log sum exp(x) and the mean of x with the weights exp(x), over the last dimension."""
+    return exponents.logsumexp(dim=-1), (exponents.softmax(dim=-1) * exponents).sum(dim=-1)

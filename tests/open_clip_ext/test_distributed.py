@@ -292,6 +292,18 @@ def check_what_is_sent(rank, world):
         assert counter.sent < 0.75 * theirs.sent, name
 
 
+def check_a_state_of_the_first_alone(rank, world):
+    """It fails, and the states that all processes ask for later do not."""
+    table, soon = ShardedRows(11, 2, fill=0.0), timedelta(seconds=0.3)
+    if rank == 0:
+        with patch.multiple(distributed, SOON=soon, AT_LAST=soon), pytest.raises(RuntimeError, match="0 waits for"):
+            table.gather()
+    dist.barrier()
+    with patch.object(distributed, "AT_LAST", timedelta(seconds=10)):
+        for _ in range(2):
+            assert (table.gather() is None) == (rank != 0)
+
+
 def check_unequal_batches(rank, world):
     image, text = (unit(torch.Generator(), 4 + rank, 8) for _ in range(2))
     if world > 1:
@@ -307,6 +319,9 @@ def check_unequal_batches(rank, world):
                 ValueError, match="process 1 has a batch of 2 pairs after 3, unlike process 0"
             ):
                 loss(image[:2], text[:2], tau, index=torch.arange(2))
+        dist.barrier()
+        with patch.object(distributed, "AT_LAST", timedelta(seconds=10)):
+            loss(image[:2], text[:2], tau, index=torch.arange(2))
         dist.barrier()  # process 0 keeps the store
 
 
@@ -326,6 +341,7 @@ def process(rank, world, port, folder):
         check_what_is_sent(rank, world)
         with patch.object(ShardedRows, "DTYPE", torch.float64):
             torch.save(results_of(rank, world, alone), f"{folder}/{rank}.pt")
+        check_a_state_of_the_first_alone(rank, world)
         check_unequal_batches(rank, world)
     finally:
         dist.destroy_process_group()

@@ -95,16 +95,37 @@ def test_a_queue_that_begins_each_epoch_empty_is_judged_by_what_it_holds_later()
         assert loss.diagnostics()["normalizer_mse"] < loss.diagnostics()["minibatch_mse"] / 2
 
 
-def test_a_batch_that_is_not_finite_is_not_met():
+def test_a_batch_that_is_not_finite_is_neither_met_nor_stored():
+    """It comes while the anchors of the second step are compared, or when it would replace them."""
     generator = torch.Generator().manual_seed(0)
-    loss = create_loss("queue", queue_size=60)
-    loss.online_error.skip = loss.online_error.least = 1
-    loss(unit(generator, 6, 8), unit(generator, 6, 8), torch.tensor(4.0))
-    loss(unit(generator, 6, 8), unit(generator, 6, 8), torch.tensor(4.0))
+    batches = [(unit(generator, 6, 8), unit(generator, 6, 8)) for _ in range(6)]
     bad = unit(generator, 6, 8)
     bad[2] = math.nan
-    loss(bad, unit(generator, 6, 8), torch.tensor(4.0))
-    assert loss.diagnostics()["normalizer_mse"].isfinite()
+    shown = []
+    for steps in ([0, 1, None, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4, None, 5]):
+        loss = create_loss("queue", queue_size=60)
+        loss.online_error.skip = loss.online_error.least = 1
+        loss.online_error.window = 4
+        for step in steps:
+            loss(*(batches[step] if step is not None else (bad, bad)), torch.tensor(4.0).double())
+        shown.append({name: float(loss.diagnostics()[name]) for name in (*ERRORS, "effective_negatives")})
+    assert shown[0] == pytest.approx(shown[1]) and all(map(math.isfinite, shown[2].values()))
+
+
+def test_a_number_of_negatives_in_an_older_state_is_read():
+    generator = torch.Generator().manual_seed(0)
+    batches = [(unit(generator, 6, 8), unit(generator, 6, 8)) for _ in range(4)]
+    losses = [create_loss("queue", queue_size=60) for _ in range(2)]
+    for loss in losses:
+        loss.online_error.skip = loss.online_error.least = 1
+        for batch in batches[:3]:
+            loss(*batch, torch.tensor(4.0).double())
+    state = losses[0].diagnostics_state()
+    losses[1].load_diagnostics_state({**state, "watched.negatives": int(state["watched.negatives"])})
+    for loss in losses:
+        loss(*batches[3], torch.tensor(4.0).double())
+    first, second = (loss.diagnostics() for loss in losses)
+    assert all(first[name] == second[name] for name in ERRORS)
 
 
 def test_rows_never_visited():

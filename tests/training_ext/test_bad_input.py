@@ -188,7 +188,7 @@ def checkpoints(tmp_path_factory, datasets):
 def test_an_experiment_that_exists(refused, tmp_path):
     (tmp_path / "logs/old").mkdir(parents=True)
     (tmp_path / "logs/old/out.log").touch()
-    for flags in ("", "--loss neuclip", "--resume x.pt"):
+    for flags in ("", "--loss neuclip", "--resume x.pt", "--dry-run"):
         line = refused(f"{SHAPES} --name old {flags}")
         assert all(part in line for part in ("--name", "'old'", "--resume latest"))
 
@@ -207,6 +207,21 @@ def test_an_experiment_that_exists(refused, tmp_path):
 def test_a_checkpoint_of_another_loss(refused, datasets, checkpoints, saved, arguments, parts):
     line = refused(f"{datasets['csv']} --workers 0 {arguments} --epochs 2 --resume {checkpoints[saved]}")
     assert all(part in line for part in [checkpoints[saved], *parts]), line
+
+
+@pytest.mark.parametrize(
+    "flags, argument",
+    [
+        ("--csv-caption-key filepath", "--resume: '{path}' was trained on other data"),
+        ("--lock-image", "--lock-image: OpenCLIP could not load the checkpoint"),
+        ("--model ViT-shapes-tiny", "--resume: {path}: OpenCLIP could not load the checkpoint"),
+    ],
+)
+def test_a_dry_run_refuses_what_cannot_be_resumed(refused, datasets, checkpoints, flags, argument):
+    path = checkpoints["fastclip-v3"]
+    common = f"{datasets['csv']} --workers 0 {LOSSES['fastclip-v3']} --epochs 2 --resume {path}"
+    for last in ("--name x", "--dry-run"):
+        assert argument.format(path=path) in refused(f"{common} {flags} {last}")
 
 
 def test_the_bias_that_siglip_adds(fails, datasets, checkpoints):

@@ -14,7 +14,7 @@ from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.row_state import bytes_per_row
 from training_ext.core.loss import build_loss
-from training_ext.core.plan import global_batch, trains, world_info
+from training_ext.core.plan import Plan, global_batch, trains, world_info
 from training_ext.core.run import Run
 from training_ext.data import row_folders
 from training_ext.data.checkpoint_files import bring_up_to_date, resumed_path
@@ -45,33 +45,37 @@ def check(run: Run) -> None:
     if args.loss is None:
         if rank == 0:
             check_open_clips_own(run)
+            bring_up_to_date(args)
         return
     if not trains(args):  # evaluate all but what is never due, whatever the epoch of the checkpoint
         args.val_frequency, args.zeroshot_frequency = min(1, args.val_frequency), min(1, args.zeroshot_frequency)
-    needs_rows = trains(args) and (args.uses_ext_loss or args.epochs_before > 0)
     if rank == 0:
-        check_first(run, needs_rows)
+        check_first(run)
+        bring_up_to_date(args)
     elif not any(component.counts_rows for component in run.components):
         return  # OpenCLIP and the core find out what the data are as they build them
-    elif local_rank == 0 and needs_rows:  # another machine may have other data; `processes_alike` compares them
+    elif local_rank == 0 and needs_rows(args):  # another machine may have other data; `processes_alike` compares them
         run.data.rows = find_rows(args)
     elif local_rank == 0 and trains(args):
         check_usable(args)
 
 
-def check_first(run: Run, needs_rows: bool) -> None:
+def needs_rows(args: Namespace) -> bool:
+    return trains(args) and (args.uses_ext_loss or args.epochs_before > 0)
+
+
+def check_first(run: Run) -> None:
     """What process 0 checks of a run with --loss."""
     args = run.args
     # Quick checks come before the scan of shards.
     loss, resumed = check_flags(run)
     check_device(args)
-    if not trains(args):
-        resumed = None
     if args.val_data or args.imagenet_val:
         from training_ext.flags import val_data
 
         val_data.check_imagenet(args)
         val_data.check(args)
+    rows = None
     if trains(args) and any(component.counts_rows for component in run.components):
         processes = world_info()[2]
         rows = find_rows(args)
@@ -79,15 +83,26 @@ def check_first(run: Run, needs_rows: bool) -> None:
         check_steps(args, rows.kind, samples_per_epoch(args, rows), processes)
         if loss is not None:
             check_memory(args, loss, rows.num_rows, processes)
+    check_rows(run, rows, resumed)
+
+
+def check_rows(run: Run, rows: DataRows | None, resumed: tuple[str, dict | None] | None) -> None:
+    """Check that the run can go on with the rows of its data, if they are known.
+
+    Args:
+        resumed: the result of `find_resumed`.
+    """
+    if not trains(run.args):
+        return
+    if rows is not None:
         for component in run.components:
             component.check_rows(rows, resumed is not None)
-        run.data.rows = rows if needs_rows else None
+        run.data.rows = rows if needs_rows(run.args) else None
     if resumed is not None:
         path, entry = resumed
         run.state.check_entry(path, entry)  # the data, too
         if entry is not None:
             row_folders.check(path, row_folders.rows_folder_of(entry), entry["state"], "--resume")
-    bring_up_to_date(args)
 
 
 def check_shards(args: Namespace, rows: DataRows, processes: int) -> None:
@@ -110,7 +125,6 @@ def check_open_clips_own(run: Run) -> None:
     check_experiment(args)
     if args.resume is not None and args.resume != "latest" and trains(args):
         find_resumed(run, args.resume)
-    bring_up_to_date(args)
 
 
 def check_plan(run: Run) -> None:
@@ -135,7 +149,8 @@ def check_flags(run: Run) -> tuple[Loss | None, tuple[str, dict | None] | None]:
     check_folder(path, args)
     resumed = find_resumed(run, path)
     check_plan(run)
-    try_start(args)
+    is_file = path is not None and os.path.isfile(path)
+    try_start(args, path if is_file and not Plan(args).shards_model else None)
     return loss, resumed
 
 

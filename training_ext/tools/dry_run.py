@@ -23,8 +23,7 @@ from training_ext.components.advice import advise, advise_on_captions
 from training_ext.core.loss import build_loss
 from training_ext.core.plan import global_batch, trains, world_info
 from training_ext.data.epochs import check_steps, samples_per_epoch, steps_per_epoch
-from training_ext.data.rows import find_rows, kind_of
-from training_ext.data.seen_captions import SeenCaptions
+from training_ext.data.rows import DataRows, find_rows, kind_of
 from training_ext.data.settings import setting_for
 from training_ext.flags import preflight, val_data
 from training_ext.flags.recipes import Recipe, find
@@ -57,15 +56,21 @@ def lines(args: Namespace) -> list[str]:
     has_data = trains(args)
     if not has_data:
         args.train_data = "DATA.tar"
-    if args.loss is not None:
-        preflight.check_flags(launch.build(args))
-    samples, num_rows, caption_summary, not_found = counted(args, None if recipe is None else recipe.samples, has_data)
+    run, resumed = launch.build(args), None
+    if args.loss is None:
+        preflight.check_open_clips_own(run)
+    else:
+        _, resumed = preflight.check_flags(run)
+    samples, num_rows, data, not_found = counted(args, None if recipe is None else recipe.samples, has_data)
+    if has_data and args.loss is not None:
+        with without_warnings():  # those on captions are below
+            preflight.check_rows(run, data, resumed)
     step_rule = steps_per_epoch if args.loss is None else check_steps
     steps = step_rule(args, kind_of(args, args.train_data or ""), samples, processes)
     text = [] if recipe is None else [*about(recipe), ""]
     text += [*shown_flags(args, flags), "", *schedule(args, samples, steps, processes)]
     text += [*([] if recipe is not None or args.loss is None else recommended(args, num_rows, steps)), ""]
-    if warnings := advise(args, num_rows, steps) + advise_on_captions(args, caption_summary):
+    if warnings := advise(args, num_rows, steps) + advise_on_captions(args, None if data is None else data.seen):
         text += ["Warnings", *(_wrapped(sentence, "  ", " " * 4) for sentence in warnings), ""]
     loss = build_loss(args, 1, "cpu") if args.uses_ext_loss else None  # with one row, so that no table is allocated
     if loss is not None:
@@ -100,8 +105,8 @@ def lines(args: Namespace) -> list[str]:
 
 def counted(
     args: Namespace, in_recipe: int | None, has_data: bool
-) -> tuple[int, int, SeenCaptions | None, list[str]]:
-    """Samples of an epoch, rows, and captions of the train data; of data that are not here, the declared number.
+) -> tuple[int, int, DataRows | None, list[str]]:
+    """Samples of an epoch, number of rows, and rows of the train data; of data that are not here, the declared number.
 
     Last comes what is wrong with the train data.
     """
@@ -117,7 +122,7 @@ def counted(
         else:
             if args.loss is not None:
                 preflight.check_shards(args, rows, world_info()[2])
-            return samples_per_epoch(args, rows), rows.num_rows, rows.seen, []
+            return samples_per_epoch(args, rows), rows.num_rows, rows, []
     if declared is None:
         raise InputError("is missing; give it, or --train-data, whose samples are counted", "--train-num-samples")
     return declared, declared, None, problems
