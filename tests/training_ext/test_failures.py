@@ -6,14 +6,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import SHIPPED
 from ports import free_ports
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, last_line
 from training_ext.components import processes_alike as alike
 from training_ext.flags import params
+from training_ext.openclip import failure_lines
 
 ROOT = Path(__file__).parents[2]
 RUN = f"{SHIPPED} --workers 0 --rho 5 --dist-backend gloo"
@@ -110,6 +113,17 @@ def test_a_flag_is_equal_on_all_processes_or_of_one_machine(monkeypatch, theirs,
     alike.check_alike(second, None)
     different = {name for name, value in vars(first).items() if vars(second)[name] != value}
     assert different <= alike.OWN | alike.PATHS and second.report_to == "wandb"
+
+
+def test_the_line_of_a_loader_s_worker_is_told_by_every_process(monkeypatch):
+    """Its text is a traceback, of which a command prints the last line."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(failure_lines, "_get_default_store", lambda: store)
+    monkeypatch.setattr(failure_lines, "dist", SimpleNamespace(is_initialized=lambda: True, get_rank=lambda: 1))
+    name = f"{InputError.__module__}.{InputError.__name__}"
+    own = InputError(f"Caught InputError in DataLoader worker process 0.\nTraceback:\n{name}: --x: bad data\n")
+    assert failure_lines.agreed(own) is own
+    assert last_line(failure_lines.agreed(InputError("another"))) == "--x: bad data (process 1)"
 
 
 STRETCHED = """

@@ -210,10 +210,12 @@ def test_the_workers_of_an_evaluation_outlive_a_signal(logs, datasets, monkeypat
 
 @pytest.mark.parametrize("to_all", [False, True])
 def test_a_stopped_run_copies_the_last_checkpoint(stopped, datasets, tmp_path, monkeypatch, to_all):
-    """torchrun's SIGTERM goes to the whole group, so that the process that copies has ended before."""
-    end = RemoteSync.end
+    """torchrun's SIGTERM goes to the whole group, so that the process that copies has ended before, and comes again
+    once another process has ended."""
+    end, ends_at_once = RemoteSync.end, signal.getsignal(signal.SIGTERM)
 
     def end_late(component, completed):
+        assert signal.getsignal(signal.SIGTERM) != ends_at_once
         component._started[0].terminate()
         component._started[0].join(60)
         end(component, completed)

@@ -157,8 +157,8 @@ def _named_in(file: str) -> Any:
     content = load_mapped(file)
     if not isinstance(content, dict):
         return None
-    if "optimizer" not in content and "components" not in content:  # of a recovery, or version 0.1's of shards
-        return content.get("rows")
+    if "optimizer" not in content and "rows" in content:  # of a recovery, or version 0.1's of shards
+        return content["rows"]
     entry = entry_of(content) if "optimizer" in content else content
     return None if entry is None else rows_folder_of(entry)
 

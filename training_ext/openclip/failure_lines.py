@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from open_clip_ext.errors import InputError, fault_of_machine
+from open_clip_ext.errors import InputError, fault_of_machine, last_line
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.options import flag_of
 from training_ext.openclip.loading import one_line
@@ -131,15 +131,16 @@ def agreed(process_error: InputError | NonFiniteError | None) -> InputError | No
     """The error of the first process that failed; without a group `process_error`, None if another process was lost."""
     if not dist.is_initialized():
         return process_error
+    own = None if process_error is None else last_line(process_error)  # a loader worker's has its whole traceback
     try:
         store = _get_default_store()
         if process_error is None and not store.check([LINE]):
             return None
-        record = store.compare_set(LINE, "", f"{dist.get_rank()} {process_error}")
+        record = store.compare_set(LINE, "", f"{dist.get_rank()} {own}")
     except Exception:  # process 0, which may keep the store, has ended
         return process_error
     rank, _, line = record.decode().partition(" ")
-    return process_error if line == str(process_error) else InputError(f"{line} (process {rank})")
+    return process_error if line == own else InputError(f"{line} (process {rank})")
 
 
 def acknowledge() -> None:

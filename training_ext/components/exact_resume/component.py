@@ -16,6 +16,7 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -108,6 +109,7 @@ class ExactResume(Component):
         self._saved: dict[str, Any] = {}  # order and position of the checkpoint that is resumed
         self._shown: dict[str, Any] | None = None  # state of the diagnostics, for the epoch that is resumed
         self._place: dict[str, Any] | None = None  # order and position of a checkpoint within an epoch
+        self._until: ExitStack
         self._epoch: Epoch
         self._shared_epoch = SharedEpoch(args.workers)
         self._stream: order.SampleStream
@@ -164,9 +166,15 @@ class ExactResume(Component):
     def _seed(self, use: int, *place: int) -> None:
         seed_all(self.args.seed, use, self._shared_epoch.get_value(), self.args.rank, *place)
 
+    def prepare(self, until: ExitStack) -> None:
+        self._until = until
+
     def begin(self, resumed: bool) -> None:
         if self.plan.keeps_files:
             self._request = StopRequest()
+            # Not at the end of training: torchrun ends every process once one has ended with a code, and process 0 may
+            # still be copying the last checkpoint.
+            self._until.callback(self._request.close)
 
     def numbered(self, original: Callable) -> Callable:
         """Replaces the loop's `enumerate`: a resumed epoch begins at its step, with the diagnostics of those before."""
@@ -276,7 +284,3 @@ class ExactResume(Component):
     def saved(self, path: str) -> None:
         if checkpoint_files.EPOCH.fullmatch(os.path.basename(path)):
             checkpoint_files.replace_older(path)
-
-    def end(self, completed: bool) -> None:
-        if self._request is not None:
-            self._request.close()
