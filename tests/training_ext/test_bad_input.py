@@ -209,19 +209,11 @@ def test_a_checkpoint_of_another_loss(refused, datasets, checkpoints, saved, arg
     assert all(part in line for part in [checkpoints[saved], *parts]), line
 
 
-@pytest.mark.parametrize(
-    "flags, argument",
-    [
-        ("--csv-caption-key filepath", "--resume: '{path}' was trained on other data"),
-        ("--lock-image", "--lock-image: OpenCLIP could not load the checkpoint"),
-        ("--model ViT-shapes-tiny", "--resume: {path}: OpenCLIP could not load the checkpoint"),
-    ],
-)
-def test_a_dry_run_refuses_what_cannot_be_resumed(refused, datasets, checkpoints, flags, argument):
-    path = checkpoints["fastclip-v3"]
-    common = f"{datasets['csv']} --workers 0 {LOSSES['fastclip-v3']} --epochs 2 --resume {path}"
+def test_a_dry_run_refuses_other_data(refused, datasets, checkpoints):
+    common = f"{datasets['csv']} --workers 0 {LOSSES['fastclip-v3']} --epochs 2 --csv-caption-key filepath"
     for last in ("--name x", "--dry-run"):
-        assert argument.format(path=path) in refused(f"{common} {flags} {last}")
+        line = refused(f"{common} --resume {checkpoints['fastclip-v3']} {last}")
+        assert f"--resume: '{checkpoints['fastclip-v3']}' was trained on other data" in line
 
 
 def test_the_bias_that_siglip_adds(fails, datasets, checkpoints):

@@ -104,10 +104,7 @@ def test_an_evaluation_that_fails_loses_no_epoch(datasets, tmp_path, ends, loss,
 
 
 def test_what_a_resumed_run_does_once_or_twice(run, datasets, monkeypatch):
-    """Once before anything is written, without which it could not be refused, and once to train.
-
-    The trial of OpenCLIP's start loads the checkpoint, too, and leaves its tensors on the disk.
-    """
+    """Once before anything is written, without which it could not be refused, and once to train."""
     common, calls = f"{datasets['shapes']} {FLAGS}", Counter()
     run("x", f"{common} --epochs 1")
 
@@ -122,4 +119,4 @@ def test_what_a_resumed_run_does_once_or_twice(run, datasets, monkeypatch):
     for name in ("torch.load", "training_ext.core.loss.create_loss", "argparse.ArgumentParser.parse_known_args"):
         counted(name)
     run("x", f"{common} --epochs 2 --resume latest")
-    assert calls == {"load": 3, "create_loss": 2, "parse_known_args": 2}
+    assert calls == {"load": 2, "create_loss": 2, "parse_known_args": 2}

@@ -82,7 +82,7 @@ class State:
             self.check_content(path, loaded)
         if isinstance(loaded, dict):
             self.restore(take_entry(loaded), path, loaded.get("epoch"))
-            self.fit(loaded)
+            self._fit(loaded)
         return loaded
 
     def restore(self, entry: dict[str, Any] | None, path: str, epochs: int | None) -> None:
@@ -122,7 +122,7 @@ class State:
 
             check_states(path, entry or {}, self.components)
 
-    def fit(self, loaded: dict[str, Any]) -> None:
+    def _fit(self, loaded: dict[str, Any]) -> None:
         """Let the weights' names fit the model, and --tau-init hold for weights alone."""
         args = self.args
         weights = loaded.get("state_dict", {} if "epoch" in loaded else loaded)

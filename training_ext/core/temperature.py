@@ -73,8 +73,7 @@ class TemperatureGroup:
         return self._optimizer.param_groups[-1]
 
     def _tau_is_low(self) -> bool:
-        # A model on the meta device, of a trial, has no values.
-        return not self.logit_scale.is_meta and whole(self.logit_scale.detach()).item() >= -math.log(LOW_TAU)
+        return whole(self.logit_scale.detach()).item() >= -math.log(LOW_TAU)
 
     def begin(self, skips_scheduler: bool) -> None:
         """Follow what was loaded after the group was made: before its first step the temperature, then its state."""

@@ -14,7 +14,7 @@ from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.row_state import bytes_per_row
 from training_ext.core.loss import build_loss
-from training_ext.core.plan import Plan, global_batch, trains, world_info
+from training_ext.core.plan import global_batch, trains, world_info
 from training_ext.core.run import Run
 from training_ext.data import row_folders
 from training_ext.data.checkpoint_files import bring_up_to_date, resumed_path
@@ -149,8 +149,7 @@ def check_flags(run: Run) -> tuple[Loss | None, tuple[str, dict | None] | None]:
     check_folder(path, args)
     resumed = find_resumed(run, path)
     check_plan(run)
-    is_file = path is not None and os.path.isfile(path)
-    try_start(args, path if is_file and not Plan(args).shards_model else None)
+    try_start(args)
     return loss, resumed
 
 

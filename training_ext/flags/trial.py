@@ -17,13 +17,9 @@ from open_clip_train import params as open_clip_params
 from open_clip_train.data import expand_urls
 from PIL import Image
 
-from open_clip_ext.errors import InputError
 from training_ext.core import hosts
-from training_ext.core.component import Components
-from training_ext.core.patching import look_up, replaced
+from training_ext.core.patching import replaced
 from training_ext.core.plan import trains
-from training_ext.core.run import Run
-from training_ext.core.state import take_entry
 from training_ext.core.temperature import train_temperature
 from training_ext.data.rows import kind_of
 from training_ext.openclip.loading import known_config, load_mapped, logged
@@ -33,7 +29,6 @@ WITHOUT: dict[str, Any] = {
     "copy_codebase": False, "fsdp": False, "horovod": False, "name": "trial", "remote_sync": None, "report_to": "",
     "resume": None, "torchcompile": False,
 }
-OPTIMIZERS = ("create_optimizer", "create_optimizer_v2", "optim.AdamW")  # ends of the names of seams that build one
 WEIGHTS = (".pt", ".pth", ".bin", ".safetensors")  # that OpenCLIP loads by name; others it copies, which needs memory
 
 
@@ -41,15 +36,11 @@ class Begun(Exception):
     """OpenCLIP has begun its first epoch."""
 
 
-def try_start(args: Namespace, path: str | None = None) -> None:
+def try_start(args: Namespace) -> None:
     """Run OpenCLIP's main up to its first step, without memory for the model, data, downloads or files.
 
-    With a checkpoint, run it again until its weights and optimizer are loaded, by name and shape. An error counts if
-    there is a given flag without which the start works; any other is left to the run itself, as it may be the meta
-    device's.
-
-    Args:
-        path: the local checkpoint file of `--resume`.
+    An error counts if there is a given flag without which the start works; any other is left to the run itself, as it
+    may be the meta device's.
 
     Raises:
         InputError: one line with the flag and OpenCLIP's error.
@@ -57,21 +48,18 @@ def try_start(args: Namespace, path: str | None = None) -> None:
     if any(needs_download(model) for model in (args.model, args.distill_model) if model):
         return
     error = failure(args)
-    if error is not None:
-        path = None
-    elif path is None or (error := failure(args, path)) is None:
+    if error is None:
         return
     from training_ext.openclip.failure_lines import in_words
 
     defaults = vars(open_clip_params.parse_args(["--model", args.model]))
-    # Other flags are for --opt, and fail without it, too; without --resume no checkpoint fails.
-    for name in sorted(args.given_flags & defaults.keys(), key=lambda name: (name == "resume", name == "opt", name)):
+    # Other flags are for --opt, and fail without it, too.
+    for name in sorted(args.given_flags & defaults.keys(), key=lambda name: (name == "opt", name)):
         # timm's optimizers get none of OpenCLIP's defaults.
         unset = {other for other, value in vars(args).items() if value is None} if name == "opt" else set()
         plain = Namespace(**{**vars(args), **{other: defaults[other] for other in {name, *unset} & defaults.keys()}})
-        paths = {None, path if name != "resume" else None}
-        if trains(plain) == trains(args) and not any(failure(plain, path) for path in paths):
-            raise in_words(error, Namespace(**{**vars(args), "resume": path}), name) from error
+        if trains(plain) == trains(args) and failure(plain) is None:
+            raise in_words(error, args, name) from error
 
 
 def needs_download(model: str) -> bool:
@@ -79,21 +67,11 @@ def needs_download(model: str) -> bool:
     return ":" in model or "hf_model_name" in (known_config(model) or {}).get("text_cfg", {})
 
 
-def failure(args: Namespace, path: str | None = None) -> Exception | None:
-    """What OpenCLIP's main raises before its first step; None if nothing, or if only the meta device is to blame.
-
-    Args:
-        path: of a checkpoint, whose loading alone counts, and ends the trial; None: it is not resumed.
-    """
+def failure(args: Namespace) -> Exception | None:
+    """What OpenCLIP's main raises before its first step; None if nothing, or if only the meta device is to blame."""
     module = hosts.installed().main()
     main, names = module.__name__, vars(module)
     tried = Namespace(**{**vars(args), **{name: value for name, value in WITHOUT.items() if name in args}})
-    tried.resume = path
-    try:
-        run = None if path is None else Run(tried, Components.of(tried), hosts.installed())
-    except InputError as error:  # without a flag that components need
-        return error
-    loads = False
     models: list[tuple[Any, Callable]] = []  # with their transforms of images for training
 
     def init_distributed_device(args: Namespace) -> torch.device:
@@ -109,26 +87,12 @@ def failure(args: Namespace, path: str | None = None) -> Exception | None:
         kwargs |= {"jit": False, "pretrained_image": False}
         with torch.device("meta"):
             built = open_clip.create_model_and_transforms(name, pretrained, **kwargs)
-        if not models and run is not None and run.components:
-            run.training.model = built[0]
-            run.events.wrap_model(built[0])
         if not models and args.uses_ext_loss:
             train_temperature(built[0], args)
         models.append(built[:2])
         return built
 
-    def pt_load(path: str, **_: Any) -> Any:
-        nonlocal loads
-        loaded, loads = load_mapped(path), True
-        if isinstance(loaded, dict) and run is not None:
-            take_entry(loaded)
-            run.state.fit(loaded)
-            loaded.pop("scaler", None)  # for a device
-        return loaded
-
     def get_data(*_: Any, **__: Any) -> dict[str, Any]:
-        if path is not None:  # it is loaded before
-            raise Begun
         if trains(args) and kind_of(args, args.train_data) == "webdataset":
             expand_urls(args.train_data, args.train_data_upsampling_factors)
         loader = SimpleNamespace(num_batches=args.accum_freq, num_samples=args.accum_freq * args.batch_size)
@@ -160,11 +124,6 @@ def failure(args: Namespace, path: str | None = None) -> Exception | None:
         (main, "evaluate"): evaluate,
         ("open_clip.factory", "torch.load"): lambda path, **_: load_mapped(path),
     }
-    for seam in () if run is None else run.host.SEAMS:
-        if seam.path in OPTIMIZERS:  # so that its groups are the run's
-            replacements[seam.module, seam.path] = seam.replacement(look_up(seam.module, seam.path), run)
-        elif seam.path == "pt_load":
-            replacements[seam.module, seam.path] = pt_load
     if "trace_model" in names:
         replacements[main, "trace_model"] = lambda model, **_: model
     if "create_loss" in names and args.uses_ext_loss:
@@ -183,7 +142,5 @@ def failure(args: Namespace, path: str | None = None) -> Exception | None:
         except Exception as error:
             # Frozen batch norms, which OpenCLIP makes on the CPU, cannot hold values of the meta device.
             is_of_meta = "meta" in str(error) or "incompatible tensor type" in str(error)
-            # Components are not made for it, and OpenCLIP starts without them.
-            is_of_meta |= path is not None and not loads
             return None if is_of_meta or isinstance(error, NotImplementedError) else error
     return None

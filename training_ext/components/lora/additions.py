@@ -41,7 +41,7 @@ class Addition(nn.Module):
 
 def added(weight: Tensor, up: Tensor, down: Tensor, scale: float) -> Tensor:
     """weight + scale * up @ down, in the weight's dtype also under autocast, since OpenCLIP's towers look at it."""
-    with torch.autocast("cpu" if weight.is_meta else weight.device.type, enabled=False):  # the meta device has none
+    with torch.autocast(weight.device.type, enabled=False):
         return torch.addmm(weight, up.to(weight.dtype), down.to(weight.dtype), alpha=scale)
 
 
