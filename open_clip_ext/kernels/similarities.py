@@ -104,9 +104,9 @@ class SimilarityBlocks:
                 similarities = self._similarities(block, part)
                 for side, dim, anchors in block.directions(part):
                     positives, tau, sums = batch.positives[anchors], batch.tau[side, anchors], log_sums[side, anchors]
-                    found = self._log_sum(similarities, positives, tau, dim, part, memory, sums if once else None)
+                    of_part = self._log_sum(similarities, positives, tau, dim, part, memory, sums if once else None)
                     if not once:
-                        torch.logaddexp(sums, found, out=sums)
+                        torch.logaddexp(sums, of_part, out=sums)
         return log_sums
 
     def _leave_out(self, values: Tensor, part: slice, fill: float) -> None:

@@ -15,6 +15,7 @@ from open_clip_ext import InputError, NonFiniteError, create_loss
 from open_clip_ext.batch import add_eps
 from open_clip_ext.distributed import transportable
 from open_clip_ext.errors import lost_another_process
+from open_clip_ext.losses.checks import FirstSteps
 from open_clip_ext.losses.global_contrastive import GlobalContrastiveLoss
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.objectives import Unified
@@ -126,6 +127,13 @@ def test_torchs_default_device_changes_nothing(name):
         with torch.device("meta"):  # in place of a GPU
             value = other(*batch[0], index=batch[1]).item()
         assert value == plain(*batch[0], index=batch[1]).item()
+
+
+def test_the_first_problem_is_that_of_the_first_step():
+    problems = FirstSteps()
+    for step, are_wrong in ((4, [False, False, True]), (5, [True, False, True]), (5, [True, True])):
+        problems.note(("image", "text", "scale"), step, torch.tensor(are_wrong))
+    assert problems.problem() == (4, "scale")
 
 
 @ONE_OF_EACH
