@@ -25,6 +25,7 @@ if [[ -n ${TINY:-} ]]; then
     models=("ViT-shapes-tiny 4") consecutive=2 cases=("ViT-shapes-tiny 4 neuclip")
     parity=(--batch-size 16 --dim 16 -m 64 --num-samples 200 --steps 4)
     demo=(--samples 512 --epochs 1 --batch 8 --processes 1) epochs=1 samples=64 batches="16" warmup=1
+    graphs=(--batch-sizes 16 --dims 16 -m 64 --num-samples 1000) small=4
     pairs=(--train-num-samples 64 --batch-size 4)
     kernels=(--batch-sizes 70 --size 64 --dim 32 --processes 0) fused=(--batch-sizes 16 --dims 16 --num-samples 100)
 else
@@ -38,6 +39,7 @@ else
         "ViT-B-32 12992 clip-chunked --grad-checkpointing")
     demo=(--processes 1 --batch 128) epochs=10 samples=${ICONS_SAMPLES:-20000} batches="1024 512 256 128 64 32" warmup=500
     pairs=(--train-num-samples 20000 --batch-size 128)
+    graphs=(--batch-sizes 64 512 4096 8192) small="32 64 128"
     kernels=() fused=(--batch-sizes 2048 4096 8192 16384 65536)
 fi
 common=(--device "$device" --seconds "$seconds")
@@ -63,6 +65,17 @@ graph() {  # --no-npn-graph: whether each bit is as with it, then times of the u
     "$PYTHON" benchmarks/network.py "${common[@]}" "${network[@]}" --also graph --json "$OUT/graph.json" &&
         "$PYTHON" benchmarks/step_time.py "${common[@]}" --model "$name" --batch-size "$size" --precision "$precision" \
             --prototypes 4096 --consecutive "$consecutive" --losses neuclip "neuclip, no graph" --json "$OUT/graph-steps.json"
+}
+loss_graph() {  # --loss-graph: whether each bit is as without it, then times of losses and of whole steps
+    local losses=(clip-chunked "clip-chunked, loss graph" siglip-chunked "siglip-chunked, loss graph" fastclip-v3
+        "fastclip-v3, loss graph" neuclip "neuclip, loss graph")
+    "$PYTHON" -m pytest -q -p no:cacheprovider tests/open_clip_ext/test_step_graph.py &&
+        "$PYTHON" benchmarks/loss.py --device "$device" --seconds 0.5 "${graphs[@]}" --losses "${losses[@]}" \
+            --json "$OUT/loss-graph.json" || return 1
+    for size in $small; do
+        "$PYTHON" benchmarks/step_time.py "${common[@]}" --model "${models[0]% *}" --batch-size "$size" --precision "$precision" \
+            --prototypes 4096 --consecutive "$consecutive" --losses "${losses[@]}" --json "$OUT/loss-graph-$size.json" || return 1
+    done
 }
 rows() {  # tables on the device and in host memory
     for where in device host; do
@@ -135,17 +148,17 @@ icons() {  # the main methods of the comparison on icons at each batch, one seed
         done
     done
 }
-export -f parity steps graph memory loss kernels network processes icons rows precision demo tests train
+export -f parity steps graph loss_graph memory loss kernels network processes icons rows precision demo tests train
 
 failed=0
 for part in "${@:-}"; do
-    parts=(${part:-parity steps graph memory loss kernels network processes icons rows precision demo tests})
+    parts=(${part:-parity steps graph loss_graph memory loss kernels network processes icons rows precision demo tests})
     for name in "${parts[@]}"; do
         echo "== $name"
         start=$SECONDS
         # timeout cannot run a function, so it runs a shell, which gets the arrays, since these cannot be exported.
         if ! timeout "$LIMIT" bash -c "$(declare -p PYTHON OUT device precision seconds sizes network kernels fused rows models cases \
-            consecutive parity demo epochs samples batches warmup pairs common); $name"; then
+            graphs small consecutive parity demo epochs samples batches warmup pairs common); $name"; then
             echo "$name: failed"
             failed=$((failed + 1))
         fi

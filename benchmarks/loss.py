@@ -89,6 +89,7 @@ def compare(
     name: str, batch: int, dim: int, dtype: torch.dtype, kernels: str | None, device: torch.device, args
 ) -> dict:
     """One loss's figures; `kernels`: those of `--kernels`, or None for the default."""
+    title, name = name, name.removesuffix(", loss graph")
     settings, m = ({"npn_updates": 0} if name == "neuclip" else {}), args.m
     if name == "queue":  # a shorter one would hold only the batch
         m = max(m, 4 * batch)
@@ -96,6 +97,8 @@ def compare(
     if name == "neuclip":
         settings["npn_prototypes"] = m
     needs_products = bool(settings)
+    if title != name:
+        settings["loss_graph"] = True
     if kernels:
         settings["kernels"] = "eager" if kernels == "eager" else "auto"
     rows = args.num_samples
@@ -108,7 +111,7 @@ def compare(
     clip = Call(SigLipLoss() if sigmoid else ClipLoss(), batch, dim, dtype, device, rows)
     if isinstance(getattr(loss, "normalizer", None), (Prototypes, Queue)):
         fill(ours, m, batch)
-    label = f"{name}, {kernels}" if kernels else name
+    label = f"{title}, {kernels}" if kernels else title
     result = {"loss": label, "kernels": kernels, "batch": batch, "dim": dim, "dtype": str(dtype).removeprefix("torch.")}
     functions = {"ours": ours, "clip": clip, "batch": BatchProducts(batch, dim, device, 1 if sigmoid else 2)}
     if CLIP_BLOCKS * 4 * batch**2 >= total_memory(device):
@@ -152,7 +155,7 @@ def cells(result: dict) -> dict[str, str]:
 
 def main(argv: list[str] | None = None) -> list[dict]:
     flags = parser(__doc__)
-    flags.add_argument("--losses", nargs="+", help="default: all")
+    flags.add_argument("--losses", nargs="+", help="default: all; 'NAME, loss graph' is with --loss-graph")
     flags.add_argument("--batch-sizes", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     flags.add_argument("--dims", type=int, nargs="+", default=[512])
     flags.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])

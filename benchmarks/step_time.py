@@ -57,7 +57,10 @@ def state_bytes(loss: nn.Module) -> int:
 
 def main(argv: list[str] | None = None) -> list[dict]:
     flags = parser(__doc__)
-    flags.add_argument("--losses", nargs="+", help="default: all; 'neuclip, no graph' is with --no-npn-graph")
+    flags.add_argument(
+        "--losses", nargs="+",
+        help="default: all; 'neuclip, no graph' is with --no-npn-graph, 'NAME, loss graph' with --loss-graph",
+    )
     flags.add_argument("--model", default="ViT-shapes-tiny")
     flags.add_argument("--batch-size", type=int, default=64)
     flags.add_argument("--num-samples", type=int, default=20_000, help="rows of the tables")
@@ -72,8 +75,11 @@ def main(argv: list[str] | None = None) -> list[dict]:
     steps, baseline, results = Steps(args, device), ClipLoss(), []
     names = args.losses or [preset.name for preset in open_clip_ext.list_losses() if not preset.is_open_clip]
     for name in tqdm(names, desc="losses"):
+        of_name = settings.get(name.removesuffix(", loss graph"), {})
+        if name.endswith(", loss graph"):
+            of_name = of_name | {"loss_graph": True}
         loss = open_clip_ext.create_loss(
-            name.split(",")[0], num_samples=args.num_samples, epochs=8, device=args.device, **settings.get(name, {})
+            name.split(",")[0], num_samples=args.num_samples, epochs=8, device=args.device, **of_name
         )
         loss.set_epoch(0)
         functions = {

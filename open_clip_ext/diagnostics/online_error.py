@@ -106,7 +106,7 @@ class OnlineError:
     def _begin(self, batch: Batch, alpha: Tensor) -> StoredAnchors:
         k = min(self.anchors, batch.size)
         embeddings = torch.stack([batch.all_image[:k], batch.all_text[:k]])
-        positives, taus = batch.all_positives[:k], batch.all_tau[:, :k].clone()
+        positives, taus = batch.all_positives[:k].clone(), batch.all_tau[:, :k].clone()
         exponents = self._exponents(embeddings, positives, taus, batch)
         anchor = torch.arange(k, device=alpha.device)
         for start in range(0, exponents.shape[2], batch.size):

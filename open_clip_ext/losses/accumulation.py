@@ -1,6 +1,7 @@
 """One computation of a loss and of its gradients for all the calls of an accumulated step."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from open_clip_ext.kernels.autograd import attach_gradients
 Inputs = dict[str, Any]  # a tensor by name, or None
 
 
+@dataclass
 class FirstCall:
     """A step's first call: its value and all its gradients, without a graph, for the later calls.
 
@@ -19,18 +21,24 @@ class FirstCall:
     with gradients of its own, which would combine its features with estimates that were updated with others
     (docs/custom-loop.md).
 
-    Args:
-        compute: from the inputs to the loss, 0-d.
-        inputs: by name; those of floating point get a gradient, if the loss has one.
-        parameters: of the loss itself; likewise.
+    Attributes:
+        gradients: in the inputs of floating point and then in the loss's own parameters; None where there is none.
     """
 
-    def __init__(self, compute: Callable[..., Tensor], inputs: Inputs, parameters: Iterable[nn.Parameter]):
+    value: Tensor  # 0-d
+    gradients: tuple[Tensor | None, ...]
+
+    @classmethod
+    def of(cls, compute: Callable[..., Tensor], inputs: Inputs, parameters: Iterable[nn.Parameter]) -> "FirstCall":
+        """Call `compute` on the inputs by name; `parameters` are the loss's own."""
         leaves = {name: None if tensor is None else tensor.detach() for name, tensor in inputs.items()}
         variables = [leaf.requires_grad_() for leaf in _floating(leaves)] + _trained(parameters)
         value = compute(**leaves)
-        self.value = value.detach()
-        self.gradients = torch.autograd.grad(value, variables, allow_unused=True) if value.requires_grad else ()
+        gradients = torch.autograd.grad(value, variables, allow_unused=True) if value.requires_grad else ()
+        return cls(value.detach(), gradients)
+
+    def clone(self) -> "FirstCall":
+        return FirstCall(self.value.clone(), tuple(None if one is None else one.clone() for one in self.gradients))
 
     def attached(self, inputs: Inputs, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The value, with a backward pass that gives a call's inputs and the parameters their gradients."""

@@ -22,6 +22,7 @@ from open_clip_ext.losses.checks import (
     check_int64,
     check_logit_scale,
     check_rows,
+    checked_keys,
     checked_reference,
 )
 from open_clip_ext.losses.state import LossState
@@ -174,13 +175,7 @@ class Loss(LossState):
             logit_scale = torch.full((), logit_scale, dtype=dtype, device=image_features.device)
         self._check(image_features, text_features, logit_scale, index)
         takes = {"key": self.takes_keys, "positive_key": self.takes_positives}
-        more = {name: one for name, one in (("key", key), ("positive_key", positive_key)) if one is not None}
-        for name, one in more.items():
-            if not takes[name]:
-                raise ValueError(f"{name}: this {self.name} loss, with its settings, takes no keys")
-            check_int64(name, one, len(image_features))
-        if len(more) == 2:
-            raise ValueError("positive_key: with a key, too; give one of the two")
+        keys = checked_keys(self.name, takes, len(image_features), key=key, positive_key=positive_key)
         reference = checked_reference(self.takes_reference, image_features, dist_image_features, dist_text_features)
         trains = self.training and torch.is_grad_enabled()
         if trains and self.epoch < 0 and self.follows_epochs:
@@ -203,12 +198,12 @@ class Loss(LossState):
         with torch.autocast(image_features.device.type, enabled=False):
             ratio = self._gradient_ratio(trains, update_state, logit_scale, logit_bias)
             scale = scale_gradient(logit_scale.reshape(()).to(image.device, dtype), ratio)
+            inputs: Inputs = {"image": image, "text": text, "logit_scale": scale, "index": index, **keys}
             if self.takes_bias and logit_bias is not None:
-                more["logit_bias"] = scale_gradient(logit_bias.reshape(()).to(image.device, dtype), ratio)
+                inputs["logit_bias"] = scale_gradient(logit_bias.reshape(()).to(image.device, dtype), ratio)
             self._calls += trains
             self.steps += update_state
             shares = trains and self.accum_freq > 1 and (self.one_batch_per_step or index is not None)
-            inputs: Inputs = {"image": image, "text": text, "logit_scale": scale, "index": index, **more}
             try:
                 value = self._value(inputs, update_state, shares)
             except BaseException as error:
@@ -241,12 +236,15 @@ class Loss(LossState):
             return compute(**inputs)
         first_call = self._first_call
         if update_state or first_call is None:
-            first_call = FirstCall(compute, inputs, self.parameters())
+            first_call = self._computed(compute, inputs, update_state)
         else:
             image, text, scale, *_ = inputs.values()
             self._non_finite.note(INPUTS, self.steps, are_not_finite(image, text, scale))
         self._first_call = first_call if self._calls % self.accum_freq else None
         return first_call.attached(inputs, self.parameters())
+
+    def _computed(self, compute: Callable[..., Tensor], inputs: Inputs, update_state: bool) -> FirstCall:
+        return FirstCall.of(compute, inputs, self.parameters())
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Values of the last call for the log: 0-d tensors, some on the device. No communication."""
@@ -266,7 +264,10 @@ class Loss(LossState):
         Args:
             problems: bool per name in `CHECKED`, or for the first few of them.
         """
-        self._non_finite.note(self.CHECKED, self.steps, problems)
+        self._note(self.CHECKED, problems)
+
+    def _note(self, names: tuple[str, ...], problems: Tensor) -> None:
+        self._non_finite.note(names, self.steps, problems)
 
     def attached(self, value: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
         """`value` with a backward pass that gives its inputs the sum of all processes' parts of their gradients.
@@ -284,7 +285,7 @@ class Loss(LossState):
         """Record a float32 gradient that overflows the features' float16; nothing else would show it."""
         if self._is_float16:
             largest = torch.stack([gradient.abs().amax() for gradient in gradients]).amax()
-            self._non_finite.note((GRADIENTS,), self.steps, (largest > torch.finfo(torch.float16).max)[None])
+            self._note((GRADIENTS,), (largest > torch.finfo(torch.float16).max)[None])
 
     def raise_if_not_finite(self) -> None:
         """Raise if an earlier call had bad values. Waits for the device.

@@ -10,12 +10,12 @@ from open_clip_ext.batch import Batch
 from open_clip_ext.kernels.choice import KERNELS
 from open_clip_ext.kernels.chunked import clip_loss, siglip_loss, unicl_loss
 from open_clip_ext.kernels.streaming import are_not_finite
-from open_clip_ext.losses.base import Loss
+from open_clip_ext.losses.graphed import GraphedLoss
 from open_clip_ext.options import option
 from open_clip_ext.temperatures import LearnedLogitScale
 
 
-class ChunkedLoss(Loss):
+class ChunkedLoss(GraphedLoss):
     """Base of the chunked losses: a kernel gives value and gradients of the global batch, tile by tile."""
 
     optimizer_options = LearnedLogitScale.options

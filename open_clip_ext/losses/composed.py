@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from open_clip_ext.losses.base import Loss
+from open_clip_ext.errors import InputError
+from open_clip_ext.losses.graphed import GraphedLoss
 from open_clip_ext.normalizers.base import Normalizer
 from open_clip_ext.objectives import Objective
 from open_clip_ext.options import Part
@@ -13,7 +14,7 @@ from open_clip_ext.surrogates import Surrogate
 from open_clip_ext.temperatures import Temperature
 
 
-class ComposedLoss(Loss):
+class ComposedLoss(GraphedLoss):
     """Base of `GlobalContrastiveLoss`, whose constructor sets the parts."""
 
     normalizer: Normalizer
@@ -22,6 +23,35 @@ class ComposedLoss(Loss):
     surrogate: Surrogate  # in use; a recovery of statistics may have another than the loss's own
     _own_surrogate: Surrogate
     negatives: str
+    reference_gap: bool
+    consistency: float
+
+    def _check_parts(self, normalizer: Normalizer, temperature: Temperature, objective: type[Objective]) -> None:
+        """Raise InputError if they or the options do not fit together."""
+        if self.negatives != "cross" and not normalizer.intra_modal:
+            raise InputError(
+                f"{self.negatives!r} with normalizer {normalizer.name!r}, which has negatives of the other modality "
+                "only; use 'cross'", "negatives",
+            )
+        for part in (normalizer, temperature):
+            if self.loss_graph and not part.can_capture:
+                raise InputError(f"with {part.name!r}, whose steps differ in what they launch", "loss_graph")
+            if self.reference_gap and not part.allows_reference:
+                raise InputError(f"with {part.name!r}, which takes unit vectors of one model only", "reference_gap")
+        if self.reference_gap and self.negatives != "cross":
+            raise InputError(f"with negatives {self.negatives!r}; use 'cross'", "reference_gap")
+        if self.reference_gap and self.consistency:
+            raise InputError("with reference_gap, whose features are not unit vectors of one model", "consistency")
+        if objective.through_alpha and not normalizer.differentiable:
+            raise InputError(
+                f"{objective.name!r} needs a normalizer that is a function of the embeddings; "
+                f"with normalizer {normalizer.name!r} use 'compositional'", "encoder_objective",
+            )
+        if self.negatives == "views" and not temperature.allows_views:
+            raise InputError(
+                f"{self.negatives!r} with temperature {temperature.name!r}, which has one network for each view; use "
+                "'both' or 'cross'", "negatives",
+            )
 
     @property
     def follows_epochs(self) -> bool:  # type: ignore[override]
@@ -31,6 +61,10 @@ class ComposedLoss(Loss):
         super().set_epoch(epoch)
         self.normalizer.set_epoch(epoch)
         self.temperature.set_epoch(epoch)
+
+    def capture_state(self) -> tuple[Any, ...] | None:
+        of_normalizer = self.normalizer.capture_state()
+        return None if of_normalizer is None else (self.surrogate, *of_normalizer, *self.temperature.capture_state())
 
     def set_steps_per_pass(self, steps: int, passes: float | None = None) -> None:
         self.normalizer.set_steps_per_pass(steps, passes)

@@ -14,6 +14,7 @@ With a `positive_key` the anchor's loss is the mean of those with each of its po
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from open_clip_ext.batch import Batch, add_eps, log_mean_of_directions
 from open_clip_ext.diagnostics.online_error import OnlineError
 from open_clip_ext.distributed import all_gather
-from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.choice import KERNELS
 from open_clip_ext.kernels.positives import SeveralPositives
 from open_clip_ext.kernels.similarities import SimilarityBlocks, make_blocks
@@ -98,28 +98,7 @@ class GlobalContrastiveLoss(ComposedLoss):
         **options: Any,
     ):
         super().__init__(accum_freq, validate, **options)
-        if self.negatives != "cross" and not normalizer.intra_modal:
-            raise InputError(
-                f"{self.negatives!r} with normalizer {normalizer.name!r}, which has negatives of the other modality "
-                "only; use 'cross'", "negatives",
-            )
-        for part in (normalizer, temperature):
-            if self.reference_gap and not part.allows_reference:
-                raise InputError(f"with {part.name!r}, which takes unit vectors of one model only", "reference_gap")
-        if self.reference_gap and self.negatives != "cross":
-            raise InputError(f"with negatives {self.negatives!r}; use 'cross'", "reference_gap")
-        if self.reference_gap and self.consistency:
-            raise InputError("with reference_gap, whose features are not unit vectors of one model", "consistency")
-        if objective.through_alpha and not normalizer.differentiable:
-            raise InputError(
-                f"{objective.name!r} needs a normalizer that is a function of the embeddings; "
-                f"with normalizer {normalizer.name!r} use 'compositional'", "encoder_objective",
-            )
-        if self.negatives == "views" and not temperature.allows_views:
-            raise InputError(
-                f"{self.negatives!r} with temperature {temperature.name!r}, which has one network for each view; use "
-                "'both' or 'cross'", "negatives",
-            )
+        self._check_parts(normalizer, temperature, objective)
         self.normalizer = normalizer
         self.temperature = temperature
         self.objective = objective
@@ -179,8 +158,7 @@ class GlobalContrastiveLoss(ComposedLoss):
             blocks = make_blocks(batch, self.surrogate, self.kernels, self.intra_modal)
             problems = self._complete(batch, blocks, index_problem)
             if update_state:
-                updated = self.normalizer.update(batch)
-                self._of_step = (rows, updated)
+                updated = self._updated(batch)
 
         through_alpha = torch.is_grad_enabled() and self.objective.through_alpha
         inputs = batch.leaves(requires_grad=through_alpha)
@@ -189,9 +167,7 @@ class GlobalContrastiveLoss(ComposedLoss):
         with torch.no_grad():
             all_alpha = all_gather(alpha.T).T
             self.note(torch.cat([problems, are_not_finite(all_alpha)]))
-            self._last = (batch.all_tau, batch.all_log_batch, all_alpha)
-            if update_state and keys is None:  # it compares anchors with later samples and ignores keys
-                self.online_error.observe(batch, all_alpha)
+            self._graph.on_host(partial(self._remember, batch, all_alpha, update_state, (rows, updated)))
             values = self.objective.value(batch.all_log_batch, all_alpha)
             if several := None if positive_key is None else SeveralPositives(batch):
                 values = values + several.gaps / batch.all_tau
@@ -203,6 +179,23 @@ class GlobalContrastiveLoss(ComposedLoss):
                     per_anchor = per_anchor.mean(dim=0).expand(2, -1)
                 self.temperature.update(batch, rows, per_anchor)
         return self.attached(value if consistency is None else value + consistency, gradients)
+
+    def _updated(self, batch: Batch) -> Any:
+        """The result of the normalizer's update."""
+        if not self._graph.capturing:
+            return self.normalizer.update(batch)
+        self._graph.on_host(partial(self.normalizer.replayed, batch))
+        return self.normalizer.capture(batch)
+
+    def _remember(
+        self, batch: Batch, all_alpha: Tensor, update_state: bool, of_step: tuple[Tensor | None, Any]
+    ) -> None:
+        """Keep what later calls and the log need of this one."""
+        self._last = (batch.all_tau, batch.all_log_batch, all_alpha)
+        if update_state:
+            self._of_step = of_step
+            if batch.keys is None:  # it compares anchors with later samples and ignores keys
+                self.online_error.observe(batch, all_alpha)
 
     def mixed(self, alpha: Tensor, log_batch: Tensor) -> Tensor:
         """Mix the batch's own estimate L into the estimator's alpha, (2, b), and bound exp(L - alpha)."""
@@ -273,7 +266,8 @@ class GlobalContrastiveLoss(ComposedLoss):
         """Add the consistency terms' gradient, (b, d) each; return their weighted value, 0-d."""
         scale = self.temperature.scale(batch.all_tau).mean(dim=1).sum()
         terms = add_consistency(batch, grad_image, grad_text, self.consistency, self.consistency, scale)
-        self._last_consistency = dict(zip(("inmodal_consistency", "crossmodal_consistency"), terms, strict=True))
+        last = dict(zip(("inmodal_consistency", "crossmodal_consistency"), terms, strict=True))
+        self._graph.on_host(partial(setattr, self, "_last_consistency", last))
         return scale * self.consistency * (terms[0] + terms[1])
 
     def gradient_through_alpha(
@@ -330,7 +324,7 @@ class GlobalContrastiveLoss(ComposedLoss):
             "alpha_text_std": deviation[1],
             "max_weight": log_weights.max().exp(),
             "effective_anchors": (2 * log_weights.logsumexp(dim=0) - (2 * log_weights).logsumexp(dim=0)).exp(),
-            **self._last_consistency,
+            **{name: term.clone() for name, term in self._last_consistency.items()},
             **self.online_error.diagnostics(),
             **self.normalizer.diagnostics(log_batch, alpha),
         }

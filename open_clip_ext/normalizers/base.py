@@ -18,11 +18,13 @@ class Normalizer(Part, nn.Module):
 
     Class attributes, in addition to those of `Part`:
         differentiable: whether alpha is a function of the embeddings; the constructor then takes `eps` and `surrogate`.
+        can_capture: whether `capture_state` is defined: the host launches the same operations in each step of an epoch.
         allows_keys: whether samples with the same key can be left out of one another's estimate.
         allows_reference: whether the features may be concatenated with a reference model's (`reference_gap`).
         intra_modal: whether alpha can cover negatives of the anchor's own modality (`--negatives both`).
     """
 
+    can_capture = False
     differentiable: ClassVar[bool] = False
     allows_keys: ClassVar[bool] = False
     allows_reference: ClassVar[bool] = False
@@ -45,6 +47,19 @@ class Normalizer(Part, nn.Module):
             What `forward` needs of this update, or None.
         """
         return None
+
+    def capture_state(self) -> tuple[Any, ...] | None:
+        """What `capture` and `forward` read or write besides the batch, for `StepGraph.run`; None if the next step
+        cannot be captured. Numbers of the host that change from step to step, not from epoch to epoch, must be in it.
+        """
+        return None
+
+    def capture(self, batch: Batch) -> Any:
+        """`update` for a graph: what is launched on the device alone."""
+        return self.update(batch)
+
+    def replayed(self, batch: Batch) -> None:
+        """Do what `update` does beside `capture`, after each replay."""
 
     def forward(self, batch: Batch, updated: Any = None) -> Tensor:
         """alpha of this process's anchors, (2, b), with a graph to the inputs if `differentiable`.

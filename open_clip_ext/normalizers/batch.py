@@ -17,9 +17,13 @@ class BatchNormalizer(Normalizer):
     """The batch's own estimate, without state."""
 
     name = "batch"
+    can_capture = True
     intra_modal = True
     allows_keys = True
     allows_reference = True
+
+    def capture_state(self) -> tuple[Any, ...]:
+        return ()
 
     def forward(self, batch: Batch, updated: Any = None) -> Tensor:
         return batch.log_batch

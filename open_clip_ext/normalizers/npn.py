@@ -174,8 +174,7 @@ class NPN(Normalizer):
         if self.npn_joint and self.steps > 0:
             self.network.step()
         self._observe(batch)
-        restarts = self.steps == 0 or (self.restart_every > 0 and self.steps % self.restart_every == 0)
-        if restarts:
+        if restarts := self._restarts:
             self._restart(batch)
             if self.npn_reset_optimizer:
                 self.network.reset_optimizer()
@@ -188,6 +187,11 @@ class NPN(Normalizer):
         elif self.updates > 0:
             self.objective_before = self._train(batch.or_zeros())
         self.steps += 1
+
+    @property
+    def _restarts(self) -> bool:
+        """Whether the next step begins with a restart."""
+        return self.steps == 0 or (self.restart_every > 0 and self.steps % self.restart_every == 0)
 
     def _train(self, batch: Batch) -> Tensor:
         """Make the updates of a step; return the objective before them, 0-d."""

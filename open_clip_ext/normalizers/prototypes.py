@@ -45,9 +45,11 @@ from open_clip_ext.kernels.prototype_gradient import PrototypeGradient
 from open_clip_ext.normalizers.npn import NPN
 from open_clip_ext.normalizers.ring import EmbeddingRing, RingNormalizer
 from open_clip_ext.normalizers.sharded_prototypes import ShardedLogSum, is_split_faster
-from open_clip_ext.normalizers.update_graph import UpdateGraph
 from open_clip_ext.options import AT_LEAST_1, Derived, option, refuse_unused
 from open_clip_ext.side_model import MOMENTS, SideModel
+from open_clip_ext.step_graph import StepGraph
+
+TRAINED_ON = ("all_image", "all_text", "all_tau", "all_positives", "all_log_batch", "finite", "keys")  # of a batch
 
 
 class Prototypes(RingNormalizer, NPN):
@@ -86,7 +88,7 @@ class Prototypes(RingNormalizer, NPN):
         self.split = self._splits(dimension, device) and world_size() > 1
         self.ring = EmbeddingRing(self.capacity, dimension, device, dtype, self.split)
         self.register_buffer("keys", None, persistent=False)
-        self.update_graph = UpdateGraph() if self._has_graph(device) else None
+        self.update_graph = StepGraph("npn_graph") if self._has_graph(device) else None
         return SideModel({"weight": torch.zeros_like(self.ring.rows)}, **training)
 
     def _splits(self, dimension: int, device: torch.device) -> bool:
@@ -100,7 +102,7 @@ class Prototypes(RingNormalizer, NPN):
     def _has_graph(self, device: torch.device) -> bool:
         if self.npn_graph is not None:
             return self.npn_graph
-        return device.type == "cuda" and self.optimizer_name == "adagrad" and not self.npn_joint and not self.split
+        return device.type == "cuda" and self.can_capture and not self.split
 
     @property
     def weight(self) -> Tensor:
@@ -136,7 +138,32 @@ class Prototypes(RingNormalizer, NPN):
     def _train(self, batch: Batch) -> Tensor:
         if self.update_graph is None or self.active < self.capacity:
             return super()._train(batch)
-        return self.update_graph.run(super()._train, batch, self.network, self.surrogate, self.keys)
+        inputs = {name: getattr(batch, name) for name in TRAINED_ON}
+        depends_on = self.network.optimizer, self.surrogate, self.keys
+        return self.update_graph.run(self._train_on, inputs, depends_on).clone()
+
+    def _train_on(self, all_image: Tensor, all_text: Tensor, all_tau: Tensor, **others: Tensor) -> Tensor:
+        batch = Batch(all_image, all_text, all_tau, all_image, all_text, all_tau)
+        vars(batch).update(others)
+        return super()._train(batch)
+
+    @property
+    def can_capture(self) -> bool:  # type: ignore[override]
+        return self.optimizer_name == "adagrad" and not self.npn_joint
+
+    def capture_state(self) -> tuple[Any, ...] | None:
+        if self.active < self.capacity or self._restarts:
+            return None
+        return self.network.optimizer, self.surrogate, self.keys
+
+    def capture(self, batch: Batch) -> None:
+        self._captured = super()._train(batch.or_zeros())
+
+    def replayed(self, batch: Batch) -> None:
+        # Without a restart the updates do not read the ring, which eager steps write before them.
+        self.ring.push(batch)
+        self.steps += 1
+        self.objective_before = self._captured.clone()
 
     def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
         step = PrototypeGradient(

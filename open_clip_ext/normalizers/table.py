@@ -53,7 +53,7 @@ class RowNormalizer(RowState, Normalizer):
         new = self.write(batch, old, batch.equal_rows.log_mean_exp(batch.all_log_batch.T))
         first_visits = (old[:, 0] == -math.inf) & batch.finite
         visited = (first_visits / batch.equal_rows.count).sum().round().long()
-        self._unvisited = self._unvisited.to(old.device) - visited
+        self._unvisited = self._unvisited.to(old.device).sub_(visited)
         return new
 
     def forward(self, batch: Batch, updated: Any = None) -> Tensor:
@@ -67,12 +67,14 @@ class RowNormalizer(RowState, Normalizer):
     def full_state(self) -> dict[str, Any]:
         state = super().full_state()
         in_files = any(isinstance(value, dict) for value in state.values())  # where nobody counts over all rows
-        return state | ({"unvisited": self._unvisited.cpu()} if in_files else {})
+        return state | ({"unvisited": self._unvisited.clone().cpu()} if in_files else {})
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         super().load_full_state(state)
-        in_files = "unvisited" in state
-        self._unvisited = state["unvisited"] if in_files else (state[next(iter(self.columns))][:, 0] == -math.inf).sum()
+        if "unvisited" in state:  # the rows are in files
+            self._unvisited = state["unvisited"].clone()
+        else:
+            self._unvisited = (state[next(iter(self.columns))][:, 0] == -math.inf).sum()
 
 
 class MovingAverageTable(RowNormalizer):
@@ -106,6 +108,7 @@ class MovingAverageTable(RowNormalizer):
         super().__init__(num_samples, device, **options)
         if self.gamma_schedule == "cosine" and self.gamma_decay_epochs is None:
             raise InputError("the cosine of gamma needs its length, or the number of epochs", "gamma_decay_epochs")
+        self.can_capture = self.rows_on != "host"  # where a lookup waits for the device
         self._latest_gamma: Tensor | None = None  # mean over the batch's rows, if each has its own
         self.follows_epochs = self.gamma_schedule == "cosine"
 
@@ -127,6 +130,9 @@ class MovingAverageTable(RowNormalizer):
         refuse_unused(explicit, unused, f"with gamma_schedule {schedule!r}")
         settings.update(dict.fromkeys(unused))
 
+    def capture_state(self) -> tuple[Any, ...]:
+        return self.rows.rows, self._unvisited
+
     def new_rows(self, old: dict[str, Tensor], estimate: Tensor) -> dict[str, Tensor]:
         log_u = old["log_u"]
         log_keep, log_gamma = self._log_weights(log_u)
@@ -147,5 +153,5 @@ class MovingAverageTable(RowNormalizer):
         return logsigmoid(-log_ratio), logsigmoid(log_ratio)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
-        gamma = torch.tensor(self.current_gamma) if self._latest_gamma is None else self._latest_gamma
+        gamma = torch.tensor(self.current_gamma) if self._latest_gamma is None else self._latest_gamma.clone()
         return {"gamma": gamma, **super().diagnostics(log_batch, alpha)}

@@ -12,6 +12,7 @@ Temperatures have the shape (2, B), images as anchors first, even if all are the
 """
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,7 @@ class Temperature(Part, nn.Module):
         trains_logit_scale: whether the parameter gets a gradient; if not, the training command freezes it.
         allows_reference: as for `Normalizer`.
         allows_views: whether the two views of an image can share a temperature (`negatives="views"`).
+        can_capture: as for `Normalizer`.
         scales_encoders: whether an anchor has the factor tau_i in the encoders' objective.
         hold: freeze the per-sample temperatures; their momentum still updates, as an optimizer's at learning rate 0.
     """
@@ -79,6 +81,7 @@ class Temperature(Part, nn.Module):
     allows_reference = True
     allows_views = True
     scales_encoders = True
+    can_capture = False
     hold = False
     rho = 0.0
 
@@ -128,9 +131,13 @@ class Temperature(Part, nn.Module):
             gradients: derivative of tau_i * (value_i + rho) in tau_i of all anchors, (2, B).
         """
 
+    def capture_state(self) -> tuple[Any, ...]:
+        """As of `Normalizer`, for all methods of a step."""
+        return ()
+
     def diagnostics(self, taus: Tensor) -> dict[str, Tensor]:
         if self.reads_logit_scale:
-            return {"tau": taus[0, 0]}
+            return {"tau": taus[0, 0].clone()}
         return {"tau": taus.mean(), "tau_min": taus.min(), "tau_max": taus.max()}
 
 
@@ -141,6 +148,7 @@ class FixedTemperature(Temperature):
     """
 
     name = "fixed"
+    can_capture = True
 
 
 class LearnableTemperature(Temperature):
@@ -156,6 +164,7 @@ class LearnableTemperature(Temperature):
     """
 
     name = "learnable"
+    can_capture = True
     optimizer_options = LearnedLogitScale.options
     trains_logit_scale = True
     rho: float = RHO
@@ -177,6 +186,7 @@ class UnscaledTemperature(Temperature):
     """
 
     name = "unscaled"
+    can_capture = True
     optimizer_options = LearnedLogitScale.options
     trains_logit_scale = True
     scales_encoders = False

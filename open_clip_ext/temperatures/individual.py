@@ -79,6 +79,7 @@ class IndividualTemperature(RowState, Temperature):
             raise InputError("the cosine of tau_lr needs its length, or the number of epochs", "tau_lr_epochs")
         self.lr_epochs = self.tau_lr_epochs or 0  # of the cosine alone
         self.scales_encoders = not self.fastclip_code
+        self.can_capture = self.rows_on != "host"
         self.follows_epochs = self.tau_optimizer == "adam" or self.tau_lr_schedule != "constant"
 
     @property
@@ -110,6 +111,9 @@ class IndividualTemperature(RowState, Temperature):
         elif self.tau_lr_schedule == "exponential":
             factor = self.LR_DECAY**self.epoch
         return self.LAST_LR + (self.tau_lr - self.LAST_LR) * factor
+
+    def capture_state(self) -> tuple[Any, ...]:
+        return self.rows.rows, self.hold
 
     def value(self, taus: Tensor, values: Tensor) -> Tensor:
         """The objective has the factor tau_i also where the encoders' gradient lacks it."""

@@ -1,4 +1,5 @@
-"""The updates as one CUDA graph: what it repeats is what the network's updates do, bit for bit, on a CPU's stand-in."""
+"""A loss, or its network's updates, as one CUDA graph: what it repeats is what they do, bit for bit, on a CPU's
+stand-in."""
 
 import copy
 import logging
@@ -9,15 +10,16 @@ from recorded_graph import RecordedGraph, capture
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from open_clip_ext import create_loss
-from open_clip_ext.normalizers import Prototypes, update_graph
+from open_clip_ext import create_loss, step_graph
+from open_clip_ext.errors import InputError
+from open_clip_ext.normalizers import Prototypes
 from open_clip_ext.normalizers.npn import NPN
 from open_clip_ext.side_model import OPTIMIZERS
 from open_clip_ext.surrogates import PowerHinge
 
 UNDO_IF, ADAGRAD = NPN._undo_if, torch.optim.Adagrad
 NETWORK = dict(npn_prototypes=40, npn_updates=3, npn_restart_every=7)
-DIMENSION, STEPS, NOT_FINITE = 8, 40, 15
+DIMENSION, STEPS, NOT_FINITE, ROWS = 8, 40, 15, 50
 
 
 class OnDevice(Tensor):
@@ -27,7 +29,7 @@ class OnDevice(Tensor):
 @pytest.fixture
 def gpu(monkeypatch):
     """Capture on the CPU, with the branches and the AdaGrad of a GPU; gpu(loss) says whose network is captured."""
-    monkeypatch.setattr(update_graph, "DEVICE", "cpu")
+    monkeypatch.setattr(step_graph, "DEVICE", "cpu")
     for name, stand_in in {"CUDAGraph": RecordedGraph, "graph": capture, "Stream": lambda device: None}.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(RecordedGraph, "replays", 0)
@@ -115,7 +117,7 @@ def test_updates_without_a_graph_where_none_can_be_captured(gpu, monkeypatch, ca
     """On a CPU, or where a capture fails in its middle; said once."""
     for reason, device in (("on cpu", "cuda"), ("operation not permitted when stream is capturing", "cpu")):
         caplog.clear()
-        monkeypatch.setattr(update_graph, "DEVICE", device)
+        monkeypatch.setattr(step_graph, "DEVICE", device)
         monkeypatch.setattr(NPN, "_undo_if", UNDO_IF)  # which looks at a value
         eager, graphed = (create_loss("neuclip", **NETWORK, npn_graph=graph) for graph in (False, True))
         for number in range(6):
@@ -124,7 +126,7 @@ def test_updates_without_a_graph_where_none_can_be_captured(gpu, monkeypatch, ca
             expected, actual = (step(loss, number, 16, torch.float32, False) for loss in (eager, graphed))
             assert differences(expected, actual) == []
         assert [(record.levelno, record.message) for record in caplog.records] == [
-            (logging.WARNING, f"npn_graph: no CUDA graph ({reason}); the network is updated without one")
+            (logging.WARNING, f"npn_graph: no CUDA graph ({reason}); steps go on without one")
         ]
     assert RecordedGraph.replays == 0
 
@@ -141,3 +143,96 @@ def test_a_graph_is_captured_by_default_on_a_gpu(device, settings, graph):
     normalizer = Prototypes(**settings)
     normalizer.split = bool(normalizer.npn_split)
     assert normalizer._has_graph(torch.device(device)) == graph
+
+
+def features(number: int, size: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    image, text = normalize(1 + torch.randn(2, size, DIMENSION, generator=generator, dtype=dtype), dim=2)
+    if number == NOT_FINITE:
+        image[0, 0] = torch.nan
+    # With rows that occur twice.
+    return [one.to(device) for one in (image, text, torch.randint(ROWS, (size,), generator=generator))]
+
+
+def step_of_loss(loss, number: int, size: int, dtype: torch.dtype, given: set[str], device: str) -> dict:
+    """Value, gradients, numbers for the log and state after a step of `accum_freq` calls."""
+    image, text, index = features(number, size, dtype, device)
+    if number % 10 == 0:
+        loss.set_epoch(number // 10)
+    more = {"index": index} if loss.needs_index else {}
+    more |= {name: index // 2 for name in ("key", "positive_key") if name in given}
+    if "reference" in given:
+        names = ("dist_image_features", "dist_text_features")
+        more |= dict(zip(names, features(-1 - number, size, dtype, device)[:2], strict=True))
+    total = {}
+    for call in range(loss.accum_freq):
+        inputs = [image.clone().requires_grad_(), text.clone().requires_grad_(),
+                  *(torch.tensor(one, device=device, requires_grad=True) for one in (10.0 + number, -1.0))]
+        value = loss(*inputs, **more)
+        value.backward()
+        gradients = {f"{call}.{at}": tensor.grad for at, tensor in enumerate(inputs) if tensor.grad is not None}
+        total |= {f"{call}": value} | gradients
+        if number % 4 == 0:  # an evaluation between two steps
+            with torch.no_grad():
+                loss.eval()(image[:6], text[:6], 20.0, **{name: tensor[:6] for name, tensor in more.items()})
+                loss.train()
+    return total | loss.diagnostics() | loss.full_state()
+
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+WITHOUT_STATE = ("clip-chunked", "siglip-chunked", "dcl")
+NETWORK_OF_LOSS = NETWORK | dict(npn_lr=0.1)
+LOSSES = {
+    "clip-chunked": {}, "siglip-chunked": {}, "clip-chunked, positives": {"given": {"positive_key"}},
+    "sogclr": {}, "isogclr": {}, "fastclip-v0": {}, "fastclip-v1": {}, "fastclip-v2": {}, "fastclip-v3": {},
+    "tuneclip": {}, "dcl": {}, "scent": {}, "drrho-clip": {"given": {"reference"}},
+    "fastclip-v3, keys": {"given": {"key"}}, "fastclip-v3, positives": {"given": {"positive_key"}},
+    "fastclip-v3, accumulated": {"accum_freq": 2}, "fastclip-v3, terms": {"consistency": 0.25, "mixing": 0.1},
+    "isogclr, views": {"negatives": "views"}, "neuclip": NETWORK_OF_LOSS,
+    "neuclip, keys": NETWORK_OF_LOSS | {"given": {"key"}},
+    "neuclip, accumulated": NETWORK_OF_LOSS | {"accum_freq": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_graph_repeats_the_loss_to_the_last_bit(name, device, request, caplog):
+    gpu = request.getfixturevalue("gpu") if device == "cpu" else lambda loss: None
+    settings = {"num_samples": ROWS, "epochs": 3, "device": device} | LOSSES[name]
+    given = settings.pop("given", set())
+    loss_name = name.partition(",")[0]
+    eager, graphed = (create_loss(loss_name, **settings, loss_graph=graph) for graph in (False, True))
+    replayed, steps = [], []
+    for number in range(30):
+        if number == 13:
+            for loss in (eager, graphed):
+                loss.load_full_state(copy.deepcopy(eager.full_state()))
+        if number == 17:
+            eager, graphed = copy.deepcopy(eager), copy.deepcopy(graphed)
+        size, dtype = 24 if number in (5, 6, 7) else 16, torch.float64 if number >= 24 else torch.float32
+        expected = step_of_loss(eager, number, size, dtype, given, device)
+        if hasattr(getattr(graphed, "normalizer", None), "network"):
+            gpu(graphed)
+        replays = RecordedGraph.replays
+        actual = step_of_loss(graphed, number, size, dtype, given, device)
+        replayed += [number] * (RecordedGraph.replays - replays)
+        steps.append((expected, actual))
+    assert [(number, *names) for number, pair in enumerate(steps) if (names := differences(*pair))] == []
+    # The first of its kind runs without a graph: a new loss, a size, an epoch, a state, a copy, a type.
+    first_of_kind = {0, 5, 8, 10, 17, 20, 24} | ({13} if loss_name not in WITHOUT_STATE else set())
+    if loss_name == "neuclip":  # steps without all 40 prototypes, and restarts
+        first_of_kind |= {1, 2, 3, 7, 14, 21, 28}
+    if device == "cpu":
+        assert replayed == [number for number in range(30) if number not in first_of_kind]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "loss, settings, part",
+    [("queue", {}, "queue"), ("fastclip-v3", {"rows_on": "host"}, "table"),
+     ("neuclip", {"npn_joint": True}, "prototypes"),
+     ("neuclip", {"npn_opt": "adam"}, "prototypes"), ("tempnet", {}, "network")],
+)  # fmt: skip
+def test_a_loss_whose_steps_differ_is_refused_a_graph(loss, settings, part):
+    with pytest.raises(InputError, match=f"loss_graph: with '{part}'"):
+        create_loss(loss, num_samples=ROWS, epochs=3, loss_graph=True, **settings)
