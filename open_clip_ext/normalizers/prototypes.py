@@ -24,8 +24,8 @@ Readings fixed here, where the paper is silent:
   none does. Its updates move it away from the sample, so that this is no more than an approximation; it is nearer to
   the log-normalizers without the false negatives than all prototypes together are (`docs/evidence/flags.md`).
 - `npn_split` shards the prototypes over the processes (`sharded_prototypes`); the result is the same to float32
-  accuracy. By default they are sharded on GPUs where counted bytes say that it is faster (`is_split_faster`); a state
-  does not show it.
+  accuracy. By default they are sharded on GPUs where counting says that it is faster (`is_split_faster`) and the
+  length of a pass is known; a state does not show it.
 
 Shapes: m = prototypes per direction, k <= m of them active, d = embedding dimension, B = global batch.
 """
@@ -66,6 +66,7 @@ class Prototypes(RingNormalizer, NPN):
     )
     npn_split: bool | None = option(Derived("on GPUs if counted faster"), "shard the prototypes over the processes")
     npn_graph: bool | None = option(Derived("on GPUs, unless split"), "launch a step's updates as one CUDA graph")
+    _samples, _steps_per_pass = 0, 1  # of a pass over the data, if known
     keys: Tensor | None  # of the samples that they were drawn from, (m,) int64; None while batches have none
 
     @classmethod
@@ -75,6 +76,14 @@ class Prototypes(RingNormalizer, NPN):
             refuse_unused(explicit, ["npn_graph"], "without updates by AdaGrad")
         if settings["npn_split"]:
             refuse_unused(explicit, ["npn_graph"], "with npn_split")
+
+    def limit_to(self, num_samples: int) -> None:
+        super().limit_to(num_samples)
+        self._samples = num_samples
+
+    def set_steps_per_pass(self, steps: int, passes: float | None = None) -> None:
+        super().set_steps_per_pass(steps, passes)
+        self._steps_per_pass = steps
 
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
         parts = processes if self.npn_split else 1
@@ -94,7 +103,9 @@ class Prototypes(RingNormalizer, NPN):
     def _splits(self, dimension: int, device: torch.device) -> bool:
         if self.npn_split is not None or self.npn_graph or device.type == "cpu":
             return bool(self.npn_split)
-        splits = is_split_faster(world_size(), self.capacity, dimension, self.updates)
+        splits = is_split_faster(
+            world_size(), self.capacity, dimension, self.updates, self._samples // self._steps_per_pass
+        )
         if splits and rank() == 0:
             logging.info("npn_split: on, as by default where that is faster: each process has a part of the prototypes")
         return splits

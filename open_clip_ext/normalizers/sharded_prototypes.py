@@ -22,23 +22,24 @@ from open_clip_ext.surrogates import Surrogate
 # Bytes and operations a second of an H100, as measured (docs/performance.md). Assumed: bytes a second between hosts,
 # less than between the GPUs of one, and seconds of a collective of a few bytes.
 MEMORY, PRODUCTS, BETWEEN_PROCESSES, COLLECTIVE = 3e12, 300e12, 25e9, 40e-6
+LAUNCHES = 0.84e-3  # seconds that an update takes without a CUDA graph, which split ones do not have, measured likewise
 
 
-def is_split_faster(processes: int, m: int, dimension: int, updates: int) -> bool:
-    """Whether split prototypes make a step faster on GPUs at any size of the batch, by counting.
+def is_split_faster(processes: int, m: int, dimension: int, updates: int, pairs: int) -> bool:
+    """Whether split prototypes make a step with `pairs` of all processes faster on GPUs, by counting.
 
     What is counted: `benchmarks/operations.py`. An update passes 25 times over the prototypes and 10 times over their
-    similarities, both of which are split. That must outweigh, for the prototypes alone, the collectives, and for each
-    anchor what is sent and 12 passes over its gradient.
+    similarities, both of which are split. That must outweigh the collectives and the launches, and for each anchor
+    what is sent and 12 passes over its gradient.
     """
     saved_updates = updates * (1 - 1 / processes)
     numbers = 2 * 4  # bytes of a float32 in both directions
-    of_step = saved_updates * numbers * 25 * m * dimension / MEMORY - (updates + 3) * COLLECTIVE
+    of_step = saved_updates * numbers * 25 * m * dimension / MEMORY - (updates + 3) * COLLECTIVE - updates * LAUNCHES
     saved = saved_updates * m * (numbers * 10 / MEMORY + 8 * dimension / PRODUCTS)
     row = dimension + 2
     sent = row + (updates + 1) * (processes - 1)
     of_anchor = saved - numbers * (12 * row / MEMORY + sent / BETWEEN_PROCESSES)
-    return of_step > 0 and of_anchor > 0
+    return of_step + pairs * of_anchor > 0
 
 
 class ShardedLogSum(torch.autograd.Function):

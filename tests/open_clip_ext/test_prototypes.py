@@ -256,20 +256,24 @@ def test_a_restart_takes_the_other_side_and_keeps_the_optimizers_state_unless_to
 
 
 @pytest.mark.parametrize(
-    "processes, device, m, settings, splits",
+    "processes, pairs, device, m, settings, splits",
     [
-        (8, "meta", 4096, {}, True), (2, "meta", 4096, {}, True), (1, "meta", 4096, {}, False),
-        (8, "cpu", 4096, {}, False), (8, "meta", 512, {}, False), (8, "meta", 4096, {"npn_updates": 0}, False),
-        (8, "meta", 4096, {"npn_graph": True}, False), (8, "meta", 4096, {"npn_split": False}, False),
-        (8, "cpu", 512, {"npn_split": True}, True),
+        (8, 8192, "meta", 4096, {}, True), (8, 4096, "meta", 4096, {}, False), (2, 8192, "meta", 4096, {}, False),
+        (2, 16384, "meta", 4096, {}, True), (1, 32768, "meta", 4096, {}, False), (8, 8192, "cpu", 4096, {}, False),
+        (8, 8192, "meta", 512, {}, False), (8, 8192, "meta", 4096, {"npn_updates": 0}, False),
+        (8, 8192, "meta", 4096, {"npn_graph": True}, False), (8, 8192, "meta", 4096, {"npn_split": False}, False),
+        (8, 0, "cpu", 512, {"npn_split": True}, True), (8, 0, "meta", 4096, {}, False),
     ],
 )  # fmt: skip
 def test_on_several_gpus_prototypes_are_split_where_that_is_faster(
-    processes, device, m, settings, splits, monkeypatch, caplog
+    processes, pairs, device, m, settings, splits, monkeypatch, caplog
 ):
     monkeypatch.setattr(prototypes, "world_size", lambda: processes)
     caplog.set_level("INFO")
     normalizer = Prototypes(npn_prototypes=m, **settings)
+    if pairs:
+        normalizer.limit_to(100 * pairs)
+        normalizer.set_steps_per_pass(100)
     normalizer.materialize(512, torch.device(device), torch.float32)
     assert normalizer.split == splits
     by_itself = splits and "npn_split" not in settings
