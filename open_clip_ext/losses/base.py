@@ -174,8 +174,7 @@ class Loss(LossState):
         if isinstance(logit_scale, (float, int)):
             logit_scale = torch.full((), logit_scale, dtype=dtype, device=image_features.device)
         self._check(image_features, text_features, logit_scale, index)
-        takes = {"key": self.takes_keys, "positive_key": self.takes_positives}
-        keys = checked_keys(self.name, takes, len(image_features), key=key, positive_key=positive_key)
+        keys = checked_keys(self, len(image_features), key=key, positive_key=positive_key)
         reference = checked_reference(self.takes_reference, image_features, dist_image_features, dist_text_features)
         trains = self.training and torch.is_grad_enabled()
         if trains and self.epoch < 0 and self.follows_epochs:
