@@ -3,16 +3,18 @@
 import random
 import sys
 import zipfile
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
+import open_clip
 import pytest
 import torch
 from conftest import LOSSES, ext_main, run_main
 
 from open_clip_ext.evaluate import main as evaluate
 from open_clip_ext.normalizers_report import main as report
-from training_ext.openclip.loading import load_mapped, load_plain, load_verified, one_line
+from training_ext.openclip.loading import load_mapped, load_plain, load_tokenizer, load_verified, one_line
 
 SHAPES = f"--dataset-type shapes --train-num-samples 48 --workers 0 {LOSSES['queue']}"
 
@@ -152,3 +154,10 @@ def test_an_older_checkpoint_with_numbers_of_numpy_starts_and_resumes(run, tmp_p
     torch.save(saved, tmp_path / "old.pt")
     assert "Start epoch 0" in run("b", f"{shapes} {loss} --epochs 1 --pretrained {tmp_path}/old.pt").log
     assert run("c", f"{shapes} {loss} --epochs 2 --resume {tmp_path}/old.pt").checkpoint(2)["epoch"] == 2
+
+
+def test_a_tokenizer_in_the_configuration_of_a_captioning_part(monkeypatch):
+    """As of MaMMUT, which has no other text tower; one that must be downloaded is not loaded."""
+    config = {"multimodal_cfg": {"hf_tokenizer_name": "a/hub"}}
+    monkeypatch.setattr(open_clip, "get_model_config", lambda name: config)
+    assert load_tokenizer(Namespace(model="mammut")) is None

@@ -2,6 +2,7 @@
 
 import re
 
+import open_clip
 import pytest
 from conftest import TINY
 
@@ -114,6 +115,19 @@ def test_a_rule(monkeypatch, arguments, line):
         pytest.skip("this OpenCLIP has no such flag")
     with pytest.raises(InputError, match=line):
         check_rules(given(monkeypatch, arguments))
+
+
+@pytest.mark.parametrize("part", ["multimodal_cfg", "genlip_cfg", "genlap_cfg", "audio_cfg"])
+@pytest.mark.parametrize("flags", [OURS, f"{CLIP} --batch-size 1"])
+def test_a_model_is_known_by_its_parts_not_its_name(monkeypatch, flags, part):
+    """OpenCLIP's own loss trains a captioning part, without negatives."""
+    monkeypatch.setattr(open_clip, "get_model_config", lambda name: {"vision_cfg": {}, part: {}})
+    args = given(monkeypatch, f"{flags} --model other")
+    if flags == OURS or part != "multimodal_cfg":
+        with pytest.raises(InputError, match=f"--model: 'other' has {part}"):
+            check_rules(args)
+    else:
+        check_rules(args)
 
 
 def test_every_rule_has_a_case(monkeypatch):

@@ -10,6 +10,7 @@ from open_clip_ext.retrieval import ANY_CAPTION, NUM_IMAGES, SIDES, VALIDATION
 from training_ext.core.epoch import Epoch
 from training_ext.core.plan import Plan
 from training_ext.data.rows import kind_of
+from training_ext.openclip.loading import CAPTIONING, beyond_towers
 
 # Of the user's own classes, with DataComp's names for them; and the number of images.
 OWN_CLASSES = {"zeroshot-data-top1": "acc1", "zeroshot-data-balanced": "mean_per_class_recall"}
@@ -32,7 +33,7 @@ def open_clip_metrics(args: Namespace, epoch: int | None = None) -> list[str]:
     names = []
     if args.val_data and is_due(args, epoch):
         names += [*VALIDATION, "clip_val_loss"]
-        names += ["val_generative_loss"] if "coca" in args.model.lower() else []
+        names += ["val_generative_loss"] if beyond_towers(args.model) == CAPTIONING else []
         names += ANY_CAPTION if kind_of(args, args.val_data, "--val-data") in ("csv", "webdataset") else ()
     if is_due(args, epoch, "zeroshot_frequency"):
         names += [*(IMAGENET if args.imagenet_val else ()), *(IMAGENET_V2 if args.imagenet_v2 else ())]

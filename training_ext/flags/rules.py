@@ -22,7 +22,7 @@ from training_ext.data.keys import key_name
 from training_ext.data.rows import kind_of, needs_index
 from training_ext.flags.reference import is_unlike_reference
 from training_ext.openclip.hosts import has_lora
-from training_ext.openclip.loading import known_config
+from training_ext.openclip.loading import CAPTIONING, beyond_towers, known_config
 
 LOGGERS = ("none", "wandb", "tensorboard", "all")
 
@@ -232,8 +232,7 @@ RULES = (
     ),
     Rule(
         "batch_size",
-        lambda run: run.trains and not run.siglip and "coca" not in run.model.lower()
-        and global_batch(run) < 2,
+        lambda run: run.trains and not run.siglip and not beyond_towers(run.model) and global_batch(run) < 2,
         "{batch_size} in {processes} process; a contrastive loss needs at least 2 pairs per step, since the other "
         "pairs are the negatives",
     ),
@@ -250,8 +249,8 @@ RULES = (
     ),
     Rule(
         "model",
-        lambda run: run.uses_ext_loss and "coca" in run.model.lower(),
-        "--loss {loss} has no captioning part for {model!r}; use --loss clip with CoCa",
+        lambda run: (run.uses_ext_loss or beyond_towers(run.model) != CAPTIONING) and beyond_towers(run.model),
+        "{model!r} has {wrong}; give a model of an image and a text tower, or --loss clip with CoCa",
     ),
     Rule(
         "lr",

@@ -23,6 +23,8 @@ from training_ext.openclip.hosts import taken
 
 PAIR_MEMBERS = ("jpg", "png", "jpeg", "webp", "txt")
 """Suffixes of the members of a sample from which OpenCLIP reads image and caption."""
+CAPTIONING = "multimodal_cfg"
+"""The key of a captioning part, as of CoCa, in a model's configuration."""
 
 
 def suffixes_of(sample: dict) -> str:
@@ -213,14 +215,26 @@ def logged(level: int) -> Iterator[list[str]]:
 
 def known_config(model: str) -> dict[str, Any] | None:
     """OpenCLIP's configuration of a model by name, also with a slash; None if it is unknown or must be downloaded."""
-    return None if ":" in model else open_clip.get_model_config(model.replace("/", "-"))
+    return None if ":" in model else _config(model.replace("/", "-"))
+
+
+def _config(model: str) -> Any:
+    """A configuration whose tokenizer is in text_cfg; MaMMUT's, of OpenCLIP's main, is in multimodal_cfg."""
+    config = open_clip.get_model_config(model)
+    return config and {"text_cfg": config.get(CAPTIONING, {}), **config}
+
+
+def beyond_towers(model: str) -> str | None:
+    """The key in a model's configuration of what it has beside, or for, an image and a text tower; None: nothing."""
+    config = known_config(model) or ([CAPTIONING] if "coca" in model.lower() else [])
+    return next((key for key in (CAPTIONING, "genlip_cfg", "genlap_cfg", "audio_cfg") if key in config), None)
 
 
 def load_tokenizer(args: Namespace) -> Any:
     """The model's tokenizer; None if that needs a download."""
     if args.model.startswith("hf-hub:"):
         return None
-    config = open_clip.get_model_config(args.model if ":" in args.model else args.model.replace("/", "-"))
+    config = _config(args.model if ":" in args.model else args.model.replace("/", "-"))
     name = config["text_cfg"].get("hf_tokenizer_name")
     if name and not args.model.startswith("local-dir:") and not os.path.exists(name):
         return None
