@@ -348,6 +348,27 @@ def test_a_batch_that_is_not_finite(stopped, datasets, encode_text, log_every, a
 
 
 @pytest.mark.parametrize(
+    "loss, logged",
+    [("clip", [4, 5, 6]), ("neuclip", [4, 5, 6]), ("sogclr --osr-epochs 1 --log-every-n-steps 4", [2, 3, 3])],
+)
+def test_steps_that_the_gradient_scaler_skips(run, stopped, datasets, encode_text, monkeypatch, loss, logged):
+    """Within an epoch or a recovery of statistics, and the last of one; then all, which ends the run."""
+    calls = encode_text(lambda features, call: features * (float("nan") if call in (2, 6, 12) or call > last else 1))
+    last = 24 if "osr" in loss else 18
+    flags = f"{datasets['shapes']} --loss {loss} --precision amp --workers 0 --epochs 3"
+    experiment = run("skips", flags)
+    name = "the loss is nan" if loss == "clip" else "text_features is not finite"
+    for step in (2, 6, 12):
+        assert experiment.log.count(f"step {step}: {name}; the gradient scaler has skipped it") == 1
+    assert [epoch for epoch, _ in experiment.logged()] == [epoch for epoch in range(3) for _ in range(logged[epoch])]
+    assert "mean loss nan" not in experiment.log
+    assert all(weights.isfinite().all() for weights in experiment.checkpoint(3)["state_dict"].values())
+    monkeypatch.setattr("training_ext.core.steps.MOST_IN_A_ROW", 4)
+    line, saved = stopped(flags)
+    assert re.match(rf"step \d: {name}; lower --lr", line) and len(calls) == last + 5 and not saved
+
+
+@pytest.mark.parametrize(
     "cause, named",
     [
         ("--loss clip --lr 1e30 --warmup 0", "step 2: the loss is nan.*--lr 1e\\+30"),

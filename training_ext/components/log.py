@@ -160,7 +160,8 @@ class Log(Component):
         numbers.setdefault("tau", 1 / numbers[hosts.installed().SCALE])
         own = self.training.loss
         loss = numbers["loss" if own is None else own.value_name]
-        if not math.isfinite(loss):  # with this package's losses an earlier check has named the tensor
+        if not math.isfinite(loss):
+            self.training.check_finite()  # with this package's losses it names the tensor
             problem = NonFiniteError(f"step {epoch.before + step}: the loss is {loss}")
             return self.training.steps.pass_over(problem, self.training.model)
         self._numbers = numbers
