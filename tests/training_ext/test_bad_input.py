@@ -24,6 +24,7 @@ import torch
 from conftest import LOSSES, SHIPPED, ext_main, run_main
 
 from open_clip_ext import main
+from open_clip_ext.errors import MachineError
 from training_ext.core import hosts
 from training_ext.data.counting import check_num_samples
 from training_ext.data.rows import DataRows
@@ -295,8 +296,8 @@ def test_what_a_launcher_cannot_mean(refused, monkeypatch, environment, line, lo
 def stopped(ends, tmp_path):
     """stopped(arguments) -> the line after which a run ends, and the names of its checkpoints."""
 
-    def stopped(arguments: str) -> tuple[str, list[str]]:
-        line = ends(f"{arguments} --name stopped")
+    def stopped(arguments: str, code: int = 2) -> tuple[str, list[str]]:
+        line = ends(f"{arguments} --name stopped", code=code)
         return line, [path.name for path in (tmp_path / "logs/stopped/checkpoints").glob("*")]
 
     return stopped
@@ -405,7 +406,7 @@ def test_a_full_disk(stopped):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        line, saved = stopped(NEUCLIP)
+        line, saved = stopped(NEUCLIP, code=MachineError.code)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "/epoch_1.pt' cannot be written: the disk or the quota is full; make room" in line and not saved, line
