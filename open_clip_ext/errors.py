@@ -34,12 +34,14 @@ TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*m")
 class InputError(ValueError):
     """Bad input from the user: one line that names the argument, the value and what would be right.
 
-    A command prints the line with the argument as a flag and exits with code 2.
+    A command prints the line with the argument as a flag and exits with `code`.
 
     Args:
         text: the value and what would be right.
         argument: name of the argument in Python, or the flag; the message starts with it.
     """
+
+    code = 2
 
     def __init__(self, text: str, argument: str | None = None):
         super().__init__(text if argument is None else f"{argument}: {text}")
@@ -63,6 +65,13 @@ def last_line(error: Exception) -> str:
     """Message of an error; if a loader worker raised it, the last line of the traceback that is its text."""
     line = str(error).strip().splitlines()[-1]
     return line.removeprefix(f"{InputError.__module__}.{InputError.__name__}: ")
+
+
+class MachineError(InputError):
+    """No input was bad, but the machine failed in a training that had made a step: a full disk or memory, a loader's
+    worker that was killed. A command exits with code 75, EX_TEMPFAIL of sysexits.h: to try again may help."""
+
+    code = 75
 
 
 class Stopped(Exception):

@@ -66,6 +66,7 @@ def train(flags: Iterable[object]) -> Trained:
         InputError: bad input, or whatever OpenCLIP raised before the first step; the message is one line, and no file
             is left of a run that had none before. Later, where only the run itself shows it: data that turn out to be
             unusable.
+        MachineError, an InputError: after the first step a full disk or memory, or a loader's worker that was killed.
         NonFiniteError: the training met a NaN or an infinity.
         Stopped: SIGTERM or Ctrl-C stopped it, and its state is saved.
     """
@@ -194,8 +195,9 @@ def _logging_as_before() -> Iterator[None]:
 def exit_code(command: Callable[[], object]) -> int:
     """Run a command and return its exit code: 0, or another one after one line on stderr.
 
-    2: bad input or non-finite numbers, and what to change; 1: another process of the run has ended; 143 or 130: stopped
-    by SIGTERM or Ctrl-C, with the state saved, or 130: ended by Ctrl-C at once (only process 0 prints the line).
+    2: bad input or non-finite numbers, and what to change; 75: the machine ended a training that had made a step; 1:
+    another process of the run has ended; 143 or 130: stopped by SIGTERM or Ctrl-C, with the state saved, or 130: ended
+    by Ctrl-C at once (only process 0 prints the line).
     """
     try:
         command()
@@ -203,7 +205,7 @@ def exit_code(command: Callable[[], object]) -> int:
     except (InputError, NonFiniteError) as error:
         if isinstance(error, InputError) and error.argument is not None and not error.argument.startswith("--"):
             error = InputError(error.text, flag_of(error.argument))
-        return _print_error(f"error: {last_line(error)}", 2)
+        return _print_error(f"error: {last_line(error)}", getattr(error, "code", 2))
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") != "0":
             return 130

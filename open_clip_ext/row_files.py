@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.distributed import all_gather_object, object_of_first, rank, world_size
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, MachineError
 from open_clip_ext.files import whole_file
 
 INDEX = "index.json"
@@ -93,7 +93,7 @@ class RowFiles:
         self._save = ""
         self._tables: list[list[int]] = []  # rows and columns of each, while writing
         self._checksums: list[int] = []  # of this process's part of each
-        self._problem: str | None = None
+        self._problem: InputError | None = None
         self._made = False
 
     def _path(self, table: int, part: int, parts: int) -> str:
@@ -117,7 +117,7 @@ class RowFiles:
             try:
                 self._checksums.append(self._write_part(path, rows))
             except OSError as error:
-                self._problem = f"{path!r} cannot be written: {error.strerror or error}; what was saved before stands"
+                self._problem = _unwritten(path, error)
         return {"rows_in_files": self._save, "table": table} if rank() == 0 else None
 
     def _begin(self) -> None:
@@ -127,10 +127,11 @@ class RowFiles:
                 os.mkdir(self.folder)
                 self._made = True
             except OSError as error:
-                self._problem = f"{self.folder!r} cannot be made: {error.strerror}; give a new folder"
+                self._problem = InputError(f"{self.folder!r} cannot be made: {error.strerror}; give a new folder")
         self.folder, self._save, self._problem = object_of_first((self.folder, self._save, self._problem))
         if self._problem is None and not os.path.isdir(self.folder):
-            self._problem = f"process {rank()} does not see {self.folder!r}; give a folder that all processes share"
+            problem = f"process {rank()} does not see {self.folder!r}; give a folder that all processes share"
+            self._problem = InputError(problem)
 
     def _write_part(self, path: str, rows: Tensor) -> int:
         """Write a file as safetensors lays it out, and return its checksum. In pieces: save_file would hold the rows
@@ -166,11 +167,11 @@ class RowFiles:
                 with whole_file(path, text=True) as file:
                     json.dump(index, file)
             except OSError as error:
-                problem = f"{path!r} cannot be written: {error.strerror or error}; what was saved before stands"
+                problem = _unwritten(path, error)
         if problem is not None and self._made:
             shutil.rmtree(self.folder, ignore_errors=True)  # a full disk must not stay full
         if (problem := object_of_first(problem)) is not None:
-            raise InputError(problem)
+            raise problem
 
     # Reading, by any process
 
@@ -252,6 +253,10 @@ class RowFiles:
             raise InputError(f"{path!r} is missing: a part of the rows per sample") from None
         except (OSError, SafetensorError) as error:
             raise InputError(f"{path!r} is damaged: {' '.join(str(error).split())}") from None
+
+
+def _unwritten(path: str, error: OSError) -> MachineError:
+    return MachineError(f"{path!r} cannot be written: {error.strerror or error}; what was saved before stands")
 
 
 def _checksum(path: str) -> int:

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from open_clip_ext.errors import InputError, fault_of_machine
+from open_clip_ext.errors import InputError, MachineError, fault_of_machine
 from open_clip_ext.losses import NonFiniteError
 from training_ext.core import hosts
 from training_ext.core.component import Components
@@ -27,7 +27,8 @@ def train(run: Run) -> None:
     """Run OpenCLIP's main.
 
     Raises:
-        InputError: OpenCLIP ended early, or the machine failed: a full disk, a worker that was killed.
+        InputError: OpenCLIP ended early, or the machine failed before the first step.
+        MachineError: it failed later: a full disk, a worker that was killed.
         NonFiniteError: a value is not finite; the message names the step, the tensor and the likely cause.
         Stopped: after SIGTERM or Ctrl-C.
     """
@@ -39,4 +40,5 @@ def train(run: Run) -> None:
         fault = fault_of_machine(error, Plan(run.args).folder)
         if fault is None:
             raise
-        raise InputError(f"{fault}{last_saved(run.args)}") from None
+        kind = MachineError if run.training.steps.made else InputError
+        raise kind(f"{fault}{last_saved(run.args)}") from None

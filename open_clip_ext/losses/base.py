@@ -287,7 +287,7 @@ class Loss(LossState):
             self._note((GRADIENTS,), (largest > torch.finfo(torch.float16).max)[None])
 
     def raise_if_not_finite(self) -> None:
-        """Raise if an earlier call had bad values. Waits for the device.
+        """Raise if a call since the last time had bad values, and forget them. Waits for the device.
 
         Raises:
             NonFiniteError: a call met NaN or infinity.
@@ -297,10 +297,11 @@ class Loss(LossState):
         if (problem := self._non_finite.problem()) is None:
             self._raise_input_errors()
             return
+        self._non_finite = FirstSteps()
         step, tensor_name = problem
         if tensor_name == "index":
             raise ValueError(f"index: step {step} has a row outside [0, {self.num_samples})")
-        raise NonFiniteError(f"step {step}: {tensor_name} is not finite; training cannot go on from here")
+        raise NonFiniteError(f"step {step}: {tensor_name} is not finite")
 
     def _check(self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None) -> None:
         check_features(image_features=image_features, text_features=text_features)

@@ -15,6 +15,7 @@ from ports import free_ports
 from safetensors.torch import load_file
 
 from open_clip_ext import InputError, create_loss, row_files, row_state, rows_in_files
+from open_clip_ext.errors import MachineError
 from open_clip_ext.row_files import check_row_files
 from open_clip_ext.row_state import ShardedRows
 
@@ -76,7 +77,7 @@ def process(rank, port, folder):
     # A disk that is full on one process alone ends all of them alike, and leaves nothing.
     if rank == 1:
         row_files.RowFiles._write_part = full
-    with pytest.raises(InputError, match="table_0_part_1_of_3.safetensors' cannot be written: No space left"):
+    with pytest.raises(MachineError, match="table_0_part_1_of_3.safetensors' cannot be written: No space left"):
         save(loss := stepped("sogclr", slice(2 * rank, 2 * rank + 2)), folder / "by_3", f"full_on_{rank}", rank)
     dist.barrier()  # process 0 removes it
     assert not (folder / "by_3/full_on_0.rows").exists() and loss.state_dict()
@@ -244,6 +245,6 @@ def test_a_kill_or_a_full_disk_leaves_no_index(tmp_path, monkeypatch, place):
     monkeypatch.setattr(
         row_files, "whole_file", lambda path, **more: full() if names[place] in str(path) else whole_file(path, **more)
     )
-    with pytest.raises(InputError, match=f"{names[place]}.*' cannot be written: No space left"):
+    with pytest.raises(MachineError, match=f"{names[place]}.*' cannot be written: No space left"):
         save(loss, tmp_path, "full")
     assert not (tmp_path / "full.rows").exists()

@@ -168,11 +168,11 @@ def three():
 
 @pytest.fixture
 def ends(tmp_path, capsys):
-    """ends(arguments, main) -> the one line of the error with which a command ends."""
+    """ends(arguments, main, code) -> the one line of the error with which a command ends."""
 
-    def ends(arguments: str, main=ext_main) -> str:
+    def ends(arguments: str, main=ext_main, code: int = 2) -> str:
         capsys.readouterr()
-        assert run_main(main, arguments, tmp_path / "logs") == 2
+        assert run_main(main, arguments, tmp_path / "logs") == code
         ends.stderr = capsys.readouterr().err.strip()
         assert "Traceback" not in ends.stderr and ends.stderr.count("open_clip_ext: error: ") == 1, ends.stderr
         return ends.stderr.splitlines()[-1].removeprefix("open_clip_ext: error: ")

@@ -24,6 +24,7 @@ import torch
 from conftest import LOSSES, SHIPPED, ext_main, run_main
 
 from open_clip_ext import main
+from open_clip_ext.errors import MachineError
 from training_ext.core import hosts
 from training_ext.data.counting import check_num_samples
 from training_ext.data.rows import DataRows
@@ -295,8 +296,8 @@ def test_what_a_launcher_cannot_mean(refused, monkeypatch, environment, line, lo
 def stopped(ends, tmp_path):
     """stopped(arguments) -> the line after which a run ends, and the names of its checkpoints."""
 
-    def stopped(arguments: str) -> tuple[str, list[str]]:
-        line = ends(f"{arguments} --name stopped")
+    def stopped(arguments: str, code: int = 2) -> tuple[str, list[str]]:
+        line = ends(f"{arguments} --name stopped", code=code)
         return line, [path.name for path in (tmp_path / "logs/stopped/checkpoints").glob("*")]
 
     return stopped
@@ -348,6 +349,30 @@ def test_a_batch_that_is_not_finite(stopped, datasets, encode_text, log_every, a
 
 
 @pytest.mark.parametrize(
+    "loss, logged",
+    [
+        ("clip", [4, 6, 5]), ("neuclip", [4, 6, 5]),
+        ("sogclr --osr-epochs 1 --log-every-n-steps 4 --save-every-steps 2", [3, 3, 3]),
+    ],
+)
+def test_steps_that_the_gradient_scaler_skips(run, stopped, datasets, encode_text, monkeypatch, loss, logged):
+    """Within an epoch or a recovery of statistics, and the last of one; at a save; then all, which ends the run."""
+    calls = encode_text(lambda features, call: features * (float("nan") if call in (2, 6, 14) or call > last else 1))
+    last = 24 if "osr" in loss else 18
+    flags = f"{datasets['shapes']} --loss {loss} --precision amp --workers 0 --epochs 3"
+    experiment = run("skips", flags)
+    name = "the loss is nan" if loss == "clip" else "text_features is not finite"
+    for step in (2, 6, 14):
+        assert experiment.log.count(f"step {step}: {name}; the gradient scaler has skipped it") == 1
+    assert [epoch for epoch, _ in experiment.logged()] == [epoch for epoch in range(3) for _ in range(logged[epoch])]
+    assert "mean loss nan" not in experiment.log
+    assert all(weights.isfinite().all() for weights in experiment.checkpoint(3)["state_dict"].values())
+    monkeypatch.setattr("training_ext.core.steps.MOST_IN_A_ROW", 4)
+    line, saved = stopped(flags)
+    assert re.match(rf"step \d: {name}; lower --lr", line) and len(calls) == last + 5 and not saved
+
+
+@pytest.mark.parametrize(
     "cause, named",
     [
         ("--loss clip --lr 1e30 --warmup 0", "step 2: the loss is nan.*--lr 1e\\+30"),
@@ -384,7 +409,7 @@ def test_a_full_disk(stopped):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        line, saved = stopped(NEUCLIP)
+        line, saved = stopped(NEUCLIP, code=MachineError.code)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "/epoch_1.pt' cannot be written: the disk or the quota is full; make room" in line and not saved, line

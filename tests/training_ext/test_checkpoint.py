@@ -16,6 +16,7 @@ from conftest import LOSSES, ext_main, run_main
 from torch.utils.data import get_worker_info
 
 from open_clip_ext.data import Scenes
+from open_clip_ext.errors import InputError, MachineError
 from open_clip_ext.main import exit_code
 from training_ext.components.same_data import SameData, is_same
 from training_ext.core.component import Components
@@ -55,7 +56,7 @@ def test_a_run_whose_save_fails_names_the_checkpoint_before(run, datasets, monke
 
     monkeypatch.setattr(torch, "save", full_disk)
     common = f"{datasets['shapes']} {LOSSES[loss]} --workers 0 --epochs 2 {extra}"
-    error = ends(f"{common} --name x")
+    error = ends(f"{common} --name x", code=MachineError.code)
     monkeypatch.undo()
     folder, name = tmp_path / "logs/x/checkpoints", "epoch_latest" if extra else "epoch_1"
     assert error.startswith(f"'{folder}/epoch_")
@@ -176,30 +177,35 @@ def test_a_folder_that_is_removed_in_the_run_is_one_line(datasets, tmp_path, mon
         shutil.rmtree(tmp_path / "logs/x/checkpoints")
 
     monkeypatch.setattr("training_ext.components.bad_samples.BadSamples._write", removed)
-    error = ends(f"{datasets['shapes']} {LOSSES['queue']} --workers 0 --epochs 1 --name x")
+    error = ends(f"{datasets['shapes']} {LOSSES['queue']} --workers 0 --epochs 1 --name x", code=MachineError.code)
     path = tmp_path / "logs/x/checkpoints/epoch_1.pt"
     assert f"'{path}' cannot be written: No such file or directory; no checkpoint is complete" in error
 
 
 @pytest.mark.parametrize(
-    "stage, ends, last", [("training", signal.SIGKILL, "epoch_1"), ("evaluation", signal.SIGBUS, "epoch_1_step_6")]
+    "stage, ends, last",
+    [
+        ("start", signal.SIGKILL, None), ("training", signal.SIGKILL, "epoch_1"),
+        ("evaluation", signal.SIGBUS, "epoch_1_step_6"),
+    ],
 )
 def test_a_loaders_worker_that_is_killed_is_one_line(datasets, tmp_path, monkeypatch, capfd, stage, ends, last):
-    """By a machine without memory, or as it touches shared memory that is not there."""
+    """By a machine without memory, or as it touches shared memory that is not there. Before the first step another try
+    does not help."""
     item = Scenes.__getitem__
 
     def killed(scenes, index):
         held_out = scenes.first_row > 0
-        if get_worker_info() is not None and held_out == (stage == "evaluation") and saved.exists():
+        if get_worker_info() is not None and held_out == (stage == "evaluation") and saved.exists() == bool(last):
             os.kill(os.getpid(), ends)
         return item(scenes, index)
 
     saved = tmp_path / "x/checkpoints/epoch_1.pt"
     monkeypatch.setattr(Scenes, "__getitem__", killed)
     common = f"{datasets['shapes']} --val-num-samples 8 {LOSSES['queue']} --workers 1 --epochs 2 --name x"
-    assert run_main(ext_main, common, tmp_path) == 2
+    assert run_main(ext_main, common, tmp_path) == (MachineError if last else InputError).code
     error = capfd.readouterr().err.splitlines()[-1]
-    named = f"the last complete checkpoint is '{saved.parent}/{last}.pt'"
+    named = f"the last complete checkpoint is '{saved.parent}/{last}.pt'" if last else "no checkpoint is complete"
     assert re.search(r"error: DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)", error), error
     assert error.endswith(f" lower --workers, or give the container more (--shm-size); {named}")
 

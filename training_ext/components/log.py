@@ -156,12 +156,15 @@ class Log(Component):
         # OpenCLIP's samples_per_second covers the last step only.
         throughput = (step - max(first, before)) * self.plan.global_batch / max(now - time_before, 1e-9)
         self._last = step, now
-        self._numbers = numbers = {**numbers, "throughput": throughput}
+        numbers = {**numbers, "throughput": throughput}
         numbers.setdefault("tau", 1 / numbers[hosts.installed().SCALE])
         own = self.training.loss
         loss = numbers["loss" if own is None else own.value_name]
-        if not math.isfinite(loss):  # with this package's losses an earlier check has named the tensor
-            raise NonFiniteError(f"step {epoch.before + step}: the loss is {loss}; training cannot continue")
+        if not math.isfinite(loss):
+            self.training.check_finite()  # with this package's losses it names the tensor
+            problem = NonFiniteError(f"step {epoch.before + step}: the loss is {loss}")
+            return self.training.steps.pass_over(problem, self.training.model)
+        self._numbers = numbers
         self._losses.append(loss)
         self._at_chance += [numbers[AT_CHANCE]] if AT_CHANCE in numbers else []
         samples = (epoch.before + step) * self.plan.global_batch

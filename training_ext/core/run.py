@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import open_clip
 import torch
-from torch import Tensor
 
 from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
@@ -110,6 +109,7 @@ class Run:
         """
         inner = getattr(optimizer, "_base_optimizer", optimizer)  # timm's Lookahead calls no hooks of its own
         self.training.optimizer = inner
+        self.training.steps.count(inner)
         if self.components:
             self.events.regroup(inner, model)
         if trains_logit_scale(self.args):
@@ -151,13 +151,7 @@ class Run:
         loss = self.training.loss
         assert loss is not None
         value = loss(**output, **self.data.loader.latest(), output_dict=True)["contrastive_loss"]
-        return LossItems(value, loss.value_name, self._diagnostics)
-
-    def _diagnostics(self) -> dict[str, Tensor]:
-        loss = self.training.loss
-        assert loss is not None
-        loss.raise_if_not_finite()
-        return loss.diagnostics()
+        return LossItems(value, loss.value_name, loss.diagnostics)
 
     def _build_loss(self) -> Loss:
         return build_loss(self.args, self.data.num_rows, self.args.device, self.data.samples_per_epoch)
@@ -188,12 +182,12 @@ class Run:
         """`step` steps of the epoch are done.
 
         Raises:
-            NonFiniteError: a value of an earlier step was not finite.
+            NonFiniteError: a value of an earlier step was not finite, and the step was not skipped.
         """
-        # On process 0 diagnostics show it; wrong norms, and in `amorlip` NaN, are seen only by the process with them
-        loss = self.training.loss
-        if loss is not None and self.args.rank and (step - 1) % self.args.log_every_n_steps == 0:
-            loss.raise_if_not_finite()
+        self.training.steps.end_step()
+        # Every process: wrong norms, and in `amorlip` NaN, are seen only by the process with them
+        if (step - 1) % self.args.log_every_n_steps == 0:
+            self.training.check_finite()
         for component in self.components:
             component.step_done(step)
 

@@ -172,8 +172,7 @@ class State:
         """
         args, loss = self.args, training.loss
         self.entry = None
-        if loss is not None:
-            loss.raise_if_not_finite()
+        training.check_finite()
         if args.loss is not None:
             check_finite(training.model, f"step {loss.steps}" if loss is not None else f"epoch {epochs - 1}")
         if name is None and not Plan(args).saves_after(epochs):

@@ -1,10 +1,11 @@
 """What components see of a run: `Training`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from open_clip_ext.losses import Loss
+from open_clip_ext.losses import Loss, NonFiniteError
+from training_ext.core.steps import OptimizerSteps
 
 
 @dataclass
@@ -19,6 +20,7 @@ class Training:
         loss: of this package; None with OpenCLIP's own.
         new_loss: builds one like it.
         transform, tokenizer: of the evaluated model.
+        steps: those that the optimizer has made.
     """
 
     components: Sequence[Any]
@@ -30,3 +32,17 @@ class Training:
     loss: Loss | None = None
     transform: Any = None
     tokenizer: Any = None
+    steps: OptimizerSteps = field(default_factory=OptimizerSteps)
+
+    def check_finite(self) -> None:
+        """Look for a NaN or an infinity that this package's loss has met since the last call.
+
+        Raises:
+            NonFiniteError: there is one, see `OptimizerSteps.pass_over`.
+        """
+        if self.loss is None:
+            return
+        try:
+            self.loss.raise_if_not_finite()
+        except NonFiniteError as error:
+            self.steps.pass_over(error, self.model)

@@ -111,6 +111,7 @@ class StatisticsRecovery:
 
     def check(self) -> None:
         """Raise InputError if the optimizer has changed the weights; restore them."""
+        self.training.check_finite()
         instead = "use adamw, or --osr-epochs 0"
         check_frozen(self.weights, self.optimizer, self.training.loss, f"--opt: {self.args.opt}", instead)
 
