@@ -59,6 +59,13 @@ def test_what_pages_name_is_there():
     assert [name for name in docs if f"({name})" not in index] == ["README.md"]
 
 
+def test_shards_in_commands_are_quoted():
+    """Or the shell would expand the braces into several arguments."""
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
+        commands = re.sub(r"'[^'\n]*'", "QUOTED", "\n".join(re.findall(r"^    .*", page.read_text(), re.MULTILINE)))
+        assert not re.search(r"\{\d+\.\.\d+\}", commands), page.name
+
+
 def test_the_table_of_settings_is_that_of_the_code():
     """Which the dry run and make_shards print."""
     rows = [line.split(" | ") for line in (ROOT / "docs/settings.md").read_text().splitlines()]
