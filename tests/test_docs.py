@@ -11,11 +11,14 @@ import torch
 from documents import ROOT, code
 from ports import free_ports
 
+from open_clip_ext import create_loss
 from open_clip_ext.data import Scenes
 from open_clip_ext.main import train
+from open_clip_ext.presets import PRESETS
 from training_ext.data.settings import PRETRAINED, SCRATCH, setting_for
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+FIRST_OF = {"log_lambda": "log_lambda_image_mean", "npn_l2_log": "npn_l2_log_before"}  # of names that the page abridges
 LOOP, INFERENCE = "docs/custom-loop.md", "docs/inference.md"
 
 
@@ -59,6 +62,13 @@ def test_what_pages_name_is_there():
     assert [name for name in docs if f"({name})" not in index] == ["README.md"]
 
 
+def test_shards_in_commands_are_quoted():
+    """Or the shell would expand the braces into several arguments."""
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
+        commands = re.sub(r"'[^'\n]*'", "QUOTED", "\n".join(re.findall(r"^    .*", page.read_text(), re.MULTILINE)))
+        assert not re.search(r"\{\d+\.\.\d+\}", commands), page.name
+
+
 def test_the_table_of_settings_is_that_of_the_code():
     """Which the dry run and make_shards print."""
     rows = [line.split(" | ") for line in (ROOT / "docs/settings.md").read_text().splitlines()]
@@ -73,6 +83,22 @@ def test_the_table_of_settings_is_that_of_the_code():
             first = re.search("`(--loss [^`]*)`", flags)[1] + " --lr-tau 0.002" * ("`--lr-tau` by the" in flags)
             assert command == first and f"{setting.largest_batch(n):,}" in batch
             assert bool(setting.note) == ("**unknown**" in flags)
+
+
+def test_the_page_of_logs_has_the_name_of_every_number():
+    named = set(re.findall(r"`([\w-]+)`", (ROOT / "docs/logs.md").read_text()))
+    losses = [(name, {}) for name, preset in PRESETS.items() if not preset.is_open_clip]
+    losses += [("neuclip", {"npn_objective": "l2-log"}), ("fastclip-v3", {"surrogate": "hinge", "consistency": 0.5})]
+    for name, options in losses:
+        loss = create_loss(name, num_samples=64, epochs=1, **options)
+        loss.set_epoch(0)
+        image, text = torch.nn.functional.normalize(torch.randn(2, 8, 4, requires_grad=True), dim=2)
+        reference = {"dist_image_features": image.detach(), "dist_text_features": text.detach()}
+        more = reference if loss.takes_reference else {}
+        values = loss(image, text, torch.tensor(100.0), index=torch.arange(8), output_dict=True, **more)
+        for number in {*values, *loss.diagnostics()}:
+            shown = re.sub("(log_lambda|npn_l2_log)_.*", lambda match: FIRST_OF[match[1]], number)
+            assert re.sub("^(objective_[a-z]+)_.*", r"\1", shown) in named, (name, number)
 
 
 def test_every_section_is_tried():

@@ -87,7 +87,7 @@ def test_the_entry_is_taken_out():
         assert entry_of(other) is None
     checkpoint = {"epoch": 1, "optimizer": {"state": 2}, KEY: {"loss": "x"}}
     assert take_entry(checkpoint) == {"loss": "x"} and checkpoint == {"epoch": 1, "optimizer": {"state": 2}}
-    checkpoint["optimizer"][KEY] = {"loss": "x"}  # of version 0.1
+    checkpoint["optimizer"][KEY] = {"loss": "x"}  # from before version 0.1
     assert take_entry(checkpoint)["loss"] == "x" and checkpoint == {"epoch": 1, "optimizer": {"state": 2}}
 
 

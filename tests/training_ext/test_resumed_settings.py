@@ -6,6 +6,7 @@ from conftest import LOSSES, ext_main, run_main
 from stop import Killed, StopAt
 
 from training_ext.core.rows import RowLoader
+from training_ext.flags import params, recipes
 
 SGD = "--opt timm/lookahead_sgdw --lr 1e-3 --momentum"
 
@@ -39,6 +40,13 @@ def test_what_is_given_is_used_and_told(run, datasets, loss, before, after, chan
     assert ("--grad-clip-norm unset -> 1.0" in told) == ("--grad-clip-norm" in after)
     assert (resumed.path / "recipe_1.yaml").read_text() == recipe
     assert yaml.safe_load((resumed.path / "recipe.yaml").read_text())["flags"]["epochs"] == 2
+
+
+def test_only_flags_are_named_as_flags(datasets):
+    args = params.parse_args(f"{datasets['shapes']} {LOSSES['clip']}".split())
+    before = recipes.Recipe("x", {"wd": 0.2}, global_batch_size=64)
+    new = {"global_batch_size": 32, "flags": {"wd": 0.5}}
+    assert before.changes(new, args) == "global batch 64 -> 32, --wd 0.2 -> 0.5"
 
 
 def test_a_run_that_saved_nothing_changes_nothing(run, datasets, tmp_path, monkeypatch):

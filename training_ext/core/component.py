@@ -217,7 +217,7 @@ class Component(WithOptions):
         """Load the result of `state_dict`, before the first epoch."""
 
     def older_state(self, entry: dict[str, Any]) -> dict[str, Any]:
-        """Its state in a checkpoint's entry of version 0.1."""
+        """Its state in a checkpoint's entry from before version 0.1."""
         return {}
 
     def save_rows(self, loss: Loss, file: str) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Entries of version 0.1 in checkpoints, which were in the optimizer's state."""
+"""Entries from before version 0.1 in checkpoints, which were in the optimizer's state."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def of_today(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry of version 0.1 in the form of today; components find their state in `older`."""
+    """An entry from before version 0.1 in the form of today; components find their state in `older`."""
     if entry.get("format") == FORMAT:
         return entry
     known = {*PARTS, *(option.name for option in factory.all_options() if option.in_state)}
@@ -22,7 +22,7 @@ def of_today(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_older(path: str, entry: dict[str, Any], components: "Iterable[Component]") -> None:
-    """Raise InputError if only a component that the run lacks can go on from an entry of version 0.1."""
+    """Raise InputError if only a component that the run lacks can go on from an entry from before version 0.1."""
     known = [id(value) for component in components for value in component.older_state(entry).values()]
     for name, where in (("position", "within an epoch"), ("rows", "with its rows in files of their own")):
         if entry.get(name) is not None and id(entry[name]) not in known:

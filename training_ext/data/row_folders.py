@@ -157,7 +157,7 @@ def _named_in(file: str) -> Any:
     content = load_mapped(file)
     if not isinstance(content, dict):
         return None
-    if "optimizer" not in content and "rows" in content:  # of a recovery, or version 0.1's of shards
+    if "optimizer" not in content and "rows" in content:  # of a recovery, or of shards from before version 0.1
         return content["rows"]
     entry = entry_of(content) if "optimizer" in content else content
     return None if entry is None else rows_folder_of(entry)

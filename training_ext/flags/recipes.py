@@ -86,7 +86,8 @@ class Recipe:
             value, now = old.get(name), new.get(name)
             if name in flag_names and (name in old or name in args.given_flags) and _plain(value) != _plain(now):
                 unused = " (of a start, not used)" if name.startswith(OF_A_START) else ""
-                changed.append(f"{flag_of(name)} {_value_text(value)} -> {_value_text(now)}{unused}")
+                label = "global batch" if name == "global_batch_size" else flag_of(name)  # a recipe's key, no flag
+                changed.append(f"{label} {_value_text(value)} -> {_value_text(now)}{unused}")
         return ", ".join(changed)
 
 

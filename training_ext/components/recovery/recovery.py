@@ -200,7 +200,7 @@ class StatisticsRecovery:
         if self.training.loss is not None:
             folder = row_folders.folder_of(path, content.get("rows"), flag)
             row_folders.load_state(self.training.loss, content["loss_state"], folder, path, flag)
-        for component in self.training.components:  # a file of version 0.1 has no states of theirs
+        for component in self.training.components:  # a file from before version 0.1 has no states of theirs
             if state := content.get("states", {}).get(component.name):
                 component.load_state_dict(state)
 
