@@ -10,9 +10,10 @@ import torch.distributed as dist
 from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import AT_LEAST_1, WithOptions, option
+from training_ext.core.flags import OneLineParser
 from training_ext.data.reading import source_of
 from training_ext.flags import params, preflight
-from training_ext.tools.evaluation.arguments import Parser, checked_by_first, numbers
+from training_ext.tools.evaluation.arguments import checked_by_first, numbers
 from training_ext.tools.report.embeddings import embed, read
 from training_ext.tools.report.inputs import (
     Saved,
@@ -59,7 +60,7 @@ def parse(argv: list[str]) -> tuple[Namespace, Namespace]:
         InputError: a wrong flag or value.
     """
     # With abbreviations --batch-size would mean --batch-sizes.
-    parser = Parser(
+    parser = OneLineParser(
         prog=PROG,
         allow_abbrev=False,
         description="Compares the estimated log-normalizers of a checkpoint with the true ones over all train data.",
