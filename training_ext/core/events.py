@@ -4,7 +4,6 @@ import importlib
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -78,8 +77,10 @@ class Events:
             need_evaluation(data)
         return data
 
-    def train_one_epoch(self, train: Callable[[Epoch], Any], epoch: Epoch) -> None:
-        """An epoch of OpenCLIP's, run by `train`, within the components' `epoch`."""
+    def train_one_epoch(
+        self, train: Callable[[Epoch], Any], number: int, data: dict[str, Any], args: Namespace, **trained: Any
+    ) -> None:
+        """Epoch `number` of OpenCLIP's, run by `train`, within the components' `epoch`; `trained` are fields of it."""
 
         def train_alone(epoch: Epoch) -> None:
             self.run.is_besides = not epoch.is_training
@@ -89,7 +90,11 @@ class Events:
         for component in reversed(self.run.components):
             run = partial(component.epoch, train=run)
         self.run.begin()
-        run(replace(epoch, run=run))
+        steps = data["train"].dataloader.num_batches // args.accum_freq
+        run(Epoch(
+            run, number, args.epochs, number, data, before=number * steps, ahead=(args.epochs - number - 1) * steps,
+            args=args, **trained,
+        ))
 
     def evaluate(
         self, original: Callable, model: Any, data: dict[str, Any], epoch: int, args: Namespace, **kwargs: Any

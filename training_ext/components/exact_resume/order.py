@@ -121,10 +121,6 @@ class LateSampler(Sampler[int]):
         skipped, self._skipped = self._skipped, 0
         return islice(iter(self.sampler), skipped, None)
 
-    def __len__(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]  # torch's class does not declare the length
-
-
 class SeededItems(Wrapped):
     """A map-style data set of OpenCLIP's, whose augmentations draw from the global generators, seeded by row.
 

@@ -35,14 +35,9 @@ def train_one_epoch(original: Callable, run: Any) -> Callable:
             }
             return whole if scaler is None else {**whole, "scaler": scaler.state_dict()}
 
-        steps = data["train"].dataloader.num_batches // args.accum_freq
         return run.events.train_one_epoch(
-            run_epoch,
-            Epoch(
-                run_epoch, epoch, args.epochs, epoch, data, before=epoch * steps,
-                ahead=(args.epochs - epoch - 1) * steps, model=model, optimizer=optimizer, scaler=scaler, task=model,
-                scheduler=scheduler, args=args, writer=tb_writer, content=content,
-            ),
+            run_epoch, epoch, data, args, model=model, optimizer=optimizer, scaler=scaler, task=model,
+            scheduler=scheduler, writer=tb_writer, content=content,
         )
 
     return train

@@ -28,15 +28,9 @@ def train_one_epoch(original: Callable, run: Any) -> Callable:
             rest = {"scaler": state.scaler, "name": args.name, **counters}
             return save_checkpoint(state.task, state.optimizer, epochs, **rest)
 
-        steps, epoch = data["train"].dataloader.num_batches // args.accum_freq, state.epoch
         return run.events.train_one_epoch(
-            run_epoch,
-            Epoch(
-                run_epoch, epoch, args.epochs, epoch, data, before=epoch * steps,
-                ahead=(args.epochs - epoch - 1) * steps, model=state.task.trainable_module, optimizer=state.optimizer,
-                scaler=state.scaler, task=state.task, scheduler=state.scheduler, args=args, writer=tb_writer,
-                content=content,
-            ),
+            run_epoch, state.epoch, data, args, model=state.task.trainable_module, optimizer=state.optimizer,
+            scaler=state.scaler, task=state.task, scheduler=state.scheduler, writer=tb_writer, content=content,
         )
 
     return train
