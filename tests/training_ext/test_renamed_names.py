@@ -19,7 +19,7 @@ from conftest import LOSSES
 from open_clip_ext.errors import InputError
 from training_ext.core import hosts
 from training_ext.core.component import Components, registry, warn_early
-from training_ext.core.events import seams_of_hooks
+from training_ext.core.events import of_host
 from training_ext.flags.params import parse_args
 
 TRAIN = "open_clip_train"
@@ -33,7 +33,7 @@ def inner_seams() -> Iterator:
     outer = {(seam.module, seam.path) for seam in hosts.installed().SEAMS}
     for kind in registry().values():
         yield from ((kind, seam) for seam in kind.seams if (seam.module, seam.path) not in outer)
-    for hook, seam in seams_of_hooks().items():
+    for hook, seam in of_host().EVENTS.items():
         owners = (kind for kind in registry().values() if hook in vars(kind) and kind.switch is None)
         yield next(owners), seam
 

@@ -27,11 +27,6 @@ def of_host() -> ModuleType:
     return importlib.import_module(f"{hosts.__name__}.{hosts.supported()}_events")
 
 
-def seams_of_hooks() -> dict[str, Seam]:
-    """The seam that is replaced for a hook of a component, by the hook's name."""
-    return of_host().EVENTS
-
-
 class Events:
     """OpenCLIP's model, optimizer, data, epochs and evaluations, with the hooks of the run's components."""
 
@@ -40,7 +35,7 @@ class Events:
 
     def seams(self) -> Iterator[tuple[Seam, Any]]:
         """The seams for the components' hooks, and their own, each with its owner."""
-        for hook, seam in seams_of_hooks().items():
+        for hook, seam in of_host().EVENTS.items():
             if any(component.answers(hook) for component in self.run.components):
                 yield seam, self.run
         yield from ((seam, component) for component in self.run.components for seam in component.seams)
