@@ -33,8 +33,9 @@ FIRST_SCREENS = ("the run", "data", "evaluation")  # topics of components that -
 class Parser(OneLineParser):
     """The parser that OpenCLIP's parse_args creates and fills; it adds this package's flags before it parses."""
 
-    def __init__(self) -> None:
+    def __init__(self, add_help: bool = True) -> None:
         super().__init__(
+            add_help=add_help,
             prog="open_clip_ext.main",
             usage="python -m open_clip_ext.main --loss NAME [flags]",
             description="OpenCLIP's training with global contrastive losses. Without --loss it is OpenCLIP's own.",
