@@ -197,7 +197,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     Raises:
         InputError: a wrong flag or value, a flag that the loss does not use, an unknown loss.
     """
-    parser = Parser
+    parser: type[Parser] = Parser
     if {"-h", "--help", "--list-losses", "--list-recipes"} & {*argv}:
         from training_ext.flags.help import HelpParser
 
