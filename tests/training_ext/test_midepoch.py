@@ -62,19 +62,6 @@ def stopped(logs, monkeypatch, capsys):
     return stopped
 
 
-@pytest.fixture
-def killed(logs, monkeypatch):
-    """killed(name, arguments, batch) -> the experiment, which saved nothing when it died."""
-
-    def killed(name: str, arguments: str, batch: int) -> Experiment:
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(RowLoader, "__iter__", StopAt(batch, signal=0))
-            run_main(ext_main, f"{arguments} --name {name}", logs)
-        return Experiment(logs, name)
-
-    return killed
-
-
 def steps_of(experiment: Experiment) -> list[dict]:
     """All numbers of every step but what takes time."""
     lines = read_metrics(experiment.path)

@@ -2,10 +2,7 @@
 
 import pytest
 import yaml
-from conftest import LOSSES, ext_main, run_main
-from stop import Killed, StopAt
-
-from training_ext.core.rows import RowLoader
+from conftest import LOSSES
 
 SGD = "--opt timm/lookahead_sgdw --lr 1e-3 --momentum"
 
@@ -41,13 +38,11 @@ def test_what_is_given_is_used_and_told(run, datasets, loss, before, after, chan
     assert yaml.safe_load((resumed.path / "recipe.yaml").read_text())["flags"]["epochs"] == 2
 
 
-def test_a_run_that_saved_nothing_changes_nothing(run, datasets, tmp_path, monkeypatch):
+def test_a_run_that_saved_nothing_changes_nothing(run, killed, datasets):
     common = f"{datasets['shapes']} {LOSSES['sogclr']} --workers 0 --epochs 2"
     first = run("x", common)
     (first.path / "checkpoints/epoch_2.pt").unlink()
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(RowLoader, "__iter__", StopAt(3, signal=0))
-        run_main(ext_main, f"{common} --resume latest --wd 0.5 --name x", tmp_path / "logs")
+    killed("x", f"{common} --resume latest --wd 0.5", 3)
     assert "Changed since the checkpoint: --wd 0.2 -> 0.5" in first.log
     resumed = run("x", f"{common} --resume latest")
     assert resumed.log.count("Changed since") == 1 and not list(resumed.path.glob("recipe_*"))
