@@ -133,7 +133,7 @@ def test_a_name_that_is_gone_costs_a_convenience_or_is_refused(without, caplog, 
         ("open_clip.factory", "load_state_dict", "safe_reading"),
         ("open_clip.factory", "get_tokenizer", "safe_reading"),
         ("open_clip_train.zero_shot", "accuracy", "numpy_scalars"),
-        ("open_clip_train.distributed", "init_distributed_device_so", "process_timeout"),
+        ("open_clip_train.distributed", "init_distributed_device", "process_timeout"),
     ],
 )
 def test_without_the_user_of_a_name(refused, run, datasets, monkeypatch, capsys, module, name, kind):
