@@ -27,7 +27,7 @@ def write(folder: Path, rows: int, fields: Callable[[int], object], has_text: bo
         stream = io.BytesIO()
         image.save(stream, "PNG")
         text = {"txt": caption.encode()} if has_text else {}
-        sample = {"png": stream.getvalue(), **text, "json": json.dumps(fields(row)).encode()}
+        sample = {"json": json.dumps(fields(row)).encode(), "png": stream.getvalue(), **text}
         members += [(f"{row:09d}.{suffix}", content) for suffix, content in sample.items()]
         if row % PER_SHARD == PER_SHARD - 1 or row == rows - 1:
             tar(folder / f"train-{row // PER_SHARD:06d}.tar", members)
