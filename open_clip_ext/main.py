@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -92,22 +93,32 @@ def _forked_workers() -> Iterator[None]:
         multiprocessing.set_start_method(method, force=True)
 
 
-def _run_whole(argv: list[str]) -> Trained:
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Within the block OpenCLIP's training code, and what needs it, is imported; then Ctrl-C raises KeyboardInterrupt.
+
+    Raises:
+        InputError: it is missing or not supported.
+    """
     from training_ext.core.hosts import cannot_import, supported
 
     supported()
     try:
+        yield
+    except ImportError as error:
+        raise InputError(cannot_import(error)) from None
+    interrupt_by_exception()
+
+
+def _run_whole(argv: list[str]) -> Trained:
+    with _importing():
         from training_ext import launch
-        from training_ext.core.plan import Plan
         from training_ext.core.run import listing
         from training_ext.flags import params, preflight
         from training_ext.openclip import failures, loading
 
         args = params.parse_args(argv)
         run = launch.build(args)
-    except ImportError as error:
-        raise InputError(cannot_import(error)) from None
-    interrupt_by_exception()
     if args.seams:
         print(listing(run))
         return Trained([], None, [])
@@ -124,9 +135,16 @@ def _run_whole(argv: list[str]) -> Trained:
                 preflight.check(run)
             with _logging_as_before():
                 launch.train(run)
-    by_epoch, folder = run.by_epoch, Plan(args).folder
+    by_epoch = run.by_epoch
     del run
+    return _trained(args, by_epoch)
+
+
+def _trained(args: Namespace, by_epoch: list[dict[str, float]]) -> Trained:
+    from training_ext.core.plan import Plan
+
     gc.collect()  # frees loader workers and the model's memory
+    folder = Plan(args).folder
     if folder is None:
         return Trained(by_epoch, None, [])
     return Trained(by_epoch, Path(folder), _whole_checkpoints(Path(folder)))
@@ -140,23 +158,13 @@ def _whole_checkpoints(folder: Path) -> list[Path]:
 
 def _run_core(argv: list[str]) -> Trained:
     """Train with `--bare` or `--with NAMES`: with no components, or with only those that are named."""
-    from training_ext.core.hosts import cannot_import, supported
-
-    supported()
-    try:
+    with _importing():
         from training_ext.core import run
-    except ImportError as error:
-        raise InputError(cannot_import(error)) from None
-    interrupt_by_exception()
     with _logging_as_before():
         training = run.start(argv)
     args = None if training is None else training.args
     del training
-    gc.collect()  # frees loader workers and the model's memory
-    if args is None or args.logs.lower() == "none":
-        return Trained([], None, [])
-    folder = Path(args.logs, args.name)
-    return Trained([], folder, _whole_checkpoints(folder))
+    return Trained([], None, []) if args is None else _trained(args, [])
 
 
 @contextmanager
@@ -238,14 +246,8 @@ def run_module(name: str, argv: list[str] | None) -> int:
     """Run the command in module `name` of `training_ext` on the command line `argv`; return the exit code."""
 
     def run() -> None:
-        from training_ext.core.hosts import cannot_import, supported
-
-        supported()
-        try:
+        with _importing():
             module = importlib.import_module(name)
-        except ImportError as error:
-            raise InputError(cannot_import(error)) from None
-        interrupt_by_exception()
         module.run(_as_text(argv))
 
     return exit_code(run)

@@ -1,12 +1,13 @@
 """examples/data/glyphs: whole characters are held out, whose words are seen and whose looks are not; equal bytes."""
 
-import tarfile
 from pathlib import Path
 
 import glyphs
 import matplotlib
 import pytest
 from icon_pairs import reduced
+
+from training_ext.data.tars import read_samples
 
 
 @pytest.fixture(scope="module")
@@ -20,12 +21,7 @@ def fonts(tmp_path_factory):
 
 
 def pairs(path) -> dict[str, tuple[bytes, str]]:
-    found: dict = {}
-    with tarfile.open(path) as tar:
-        for member in tar:
-            key, _, kind = member.name.rpartition(".")
-            found.setdefault(key, {})[kind] = tar.extractfile(member).read()
-    return {key: (pair["png"], pair["txt"].decode()) for key, pair in found.items()}
+    return {sample["__key__"]: (sample["png"], sample["txt"].decode()) for sample in read_samples(str(path))}
 
 
 def test_pairs_splits_and_checksum(fonts, tmp_path, capsys, monkeypatch):

@@ -1,7 +1,6 @@
 """examples/data/small_icons: the pairs, and that no gallery has a near duplicate elsewhere."""
 
 import json
-import tarfile
 import zipfile
 
 import pytest
@@ -9,6 +8,8 @@ from icon_pairs import reduced
 from icons import Icon, Icons
 from make_shards import main as make_shards
 from small_icons import split_small_icons
+
+from training_ext.data.tars import read_samples
 
 pytest.importorskip("webdataset")
 pytest.importorskip("resvg_py")
@@ -40,12 +41,7 @@ def wheel(tmp_path):
 
 
 def pairs(path) -> dict[str, tuple[bytes, str]]:
-    found: dict = {}
-    with tarfile.open(path) as tar:
-        for member in tar:
-            key, _, kind = member.name.rpartition(".")
-            found.setdefault(key, {})[kind] = tar.extractfile(member).read()
-    return {key: (pair["png"], pair["txt"].decode()) for key, pair in found.items()}
+    return {sample["__key__"]: (sample["png"], sample["txt"].decode()) for sample in read_samples(str(path))}
 
 
 def test_pairs_and_splits(wheel, tmp_path, capsys, monkeypatch):

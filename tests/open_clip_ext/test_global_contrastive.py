@@ -51,18 +51,6 @@ def draw(shape, dtype, seed=0, matched=False):
     )
 
 
-def g_without(e1, e2, tau, keys):
-    """NeuCLIP, Eq. 1's underbraces, (2, B), where samples with the anchor's key are no negatives; by loops."""
-    sides = []
-    for a, b in ((e1, e2), (e2, e1)):
-        values = []
-        for i in range(len(a)):
-            terms = [((a[i] @ b[j] - a[i] @ b[i]) / tau).exp() for j in range(len(a)) if keys[j] != keys[i]]
-            values.append(sum(terms) / len(terms) if terms else 0 * a[i].sum())
-        sides.append(torch.stack(values))
-    return torch.stack(sides)
-
-
 def normalizer(s):
     return batch_g(gaps(s.e1, s.e2), s.tau)
 
@@ -109,11 +97,11 @@ def with_reference(s):
 
 
 def g_of_keys(s):
-    return g_without(s.e1, s.e2, s.tau, s.key.tolist())
+    return equations.unicl_g(s.e1, s.e2, s.tau, s.key)
 
 
 def g_of_keys_and_reference(s):
-    return g_without(*with_reference(s), s.tau, s.key.tolist())
+    return equations.unicl_g(*with_reference(s), s.tau, s.key)
 
 
 def positive_key_of(s):

@@ -14,12 +14,14 @@ import torch
 from make_shards import main as make_shards
 from open_clip_train import params
 from pair import Pair
+from stop import Killed, StopAt
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.main import main as ext_main
 from open_clip_ext.metrics_file import read_metrics
 from training_ext.core import hosts
+from training_ext.core.rows import RowLoader
 from training_ext.openclip.loading import load_plain
 
 torch.set_num_threads(1)
@@ -122,6 +124,19 @@ def run(tmp_path):
         return Experiment(tmp_path / "logs", name)
 
     return run
+
+
+@pytest.fixture
+def killed(tmp_path, monkeypatch):
+    """killed(name, arguments, batch) -> the experiment, which saved nothing when it died."""
+
+    def killed(name: str, arguments: str, batch: int) -> Experiment:
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(RowLoader, "__iter__", StopAt(batch, signal=0))
+            run_main(ext_main, f"{arguments} --name {name}", tmp_path / "logs")
+        return Experiment(tmp_path / "logs", name)
+
+    return killed
 
 
 class Told:

@@ -20,6 +20,7 @@ import pandas as pd
 import pytest
 import webdataset as wds
 from conftest import LOSSES, ext_main, run_main
+from json_shards import tar
 from PIL import Image
 from stop import StopAt
 
@@ -41,14 +42,6 @@ from training_ext.tools.pairs.sources import find_sources
 PER_SHARD, SHARDS = 8, 4
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 COMMON = "--epochs 1 --workers 0"
-
-
-def tar(path: Path, members: list[tuple[str, bytes]]) -> None:
-    with tarfile.open(path, "w") as file:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            file.addfile(info, io.BytesIO(content))
 
 
 @pytest.fixture(scope="module")

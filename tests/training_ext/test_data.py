@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from conftest import LOSSES
+from json_shards import tar
 from PIL import Image
 
 from open_clip_ext.data import Scenes
@@ -114,17 +115,16 @@ def sources(tmp_path, datasets) -> list[str]:
         (tmp_path / source).mkdir()
         for shard in range(2):
             urls.append(str(tmp_path / source / f"{shard}.tar"))
-            with tarfile.open(urls[-1], "w") as tar:
-                for position in range(count):
-                    image, caption = scenes[row]
-                    png = io.BytesIO()
-                    image.save(png, "png")
-                    for kind, content in (("png", png.getvalue()), ("txt", caption.encode())):
-                        if (position, kind) not in ((2, "png"), (5, "txt")):
-                            info = tarfile.TarInfo(f"{position:03}.{kind}")
-                            info.size = len(content)
-                            tar.addfile(info, io.BytesIO(content))
-                    row += 1
+            members = []
+            for position in range(count):
+                image, caption = scenes[row]
+                png = io.BytesIO()
+                image.save(png, "png")
+                for kind, content in (("png", png.getvalue()), ("txt", caption.encode())):
+                    if (position, kind) not in ((2, "png"), (5, "txt")):
+                        members.append((f"{position:03}.{kind}", content))
+                row += 1
+            tar(urls[-1], members)
     return urls
 
 
@@ -241,7 +241,7 @@ def test_row_loader_keeps_the_rows_of_the_latest_batches():
     assert latest == [[5, 1], [5, 1, 2**40, 0]] and steps == [1, 0]  # the third batch is no whole step
     next(iter(loader))
     assert loader.latest()[ROW].tolist() == [5, 1]  # none of the epoch before
-    assert len(loader) == 3 and loader.count(None) == 0  # the rest is the loader's
+    assert loader.count(None) == 0  # the rest is the loader's
 
 
 def test_a_resumable_loader_tells_where_every_stream_is():

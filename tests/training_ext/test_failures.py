@@ -104,7 +104,7 @@ def test_a_flag_is_equal_on_all_processes_or_of_one_machine(monkeypatch, theirs,
         for flags in ("--report-to wandb", theirs)
     )
     told = []
-    monkeypatch.setattr(alike, "_of_all", lambda args, own: told.append(own) or told)
+    monkeypatch.setattr(alike, "all_gather_object", lambda own: told.append(own) or told)
     alike.check_alike(first, None)
     if message is not None:
         with pytest.raises(InputError, match=message):

@@ -100,14 +100,6 @@ def test_a_damaged_checkpoint_behind_a_url(trained, capsys):
     assert f"its record '{record}' is damaged" in capsys.readouterr().err
 
 
-def test_weights_that_open_clip_loads_itself_are_verified_too(trained):
-    from training_ext.components.safe_reading import load_weights
-
-    path, record = list(trained.items())[2]
-    with pytest.raises(ValueError, match=f"its record '{record}' is damaged"):
-        load_weights(path)
-
-
 def test_a_file_without_checksums_is_loaded(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:

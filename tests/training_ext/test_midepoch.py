@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from open_clip_ext.metrics_file import read_metrics
 from training_ext.components import retrieval
 from training_ext.components.exact_resume import stopping
 from training_ext.components.exact_resume.stopping import StopRequest
-from training_ext.components.loader_workers import WorkersIgnoreSigterm
+from training_ext.components.loader_workers import LoaderWorkers
 from training_ext.components.recovery.recovered import UNFINISHED
 from training_ext.components.remote_sync import RemoteSync
 from training_ext.core.rows import RowLoader
@@ -60,19 +61,6 @@ def stopped(logs, monkeypatch, capsys):
         return Experiment(logs, name)
 
     return stopped
-
-
-@pytest.fixture
-def killed(logs, monkeypatch):
-    """killed(name, arguments, batch) -> the experiment, which saved nothing when it died."""
-
-    def killed(name: str, arguments: str, batch: int) -> Experiment:
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(RowLoader, "__iter__", StopAt(batch, signal=0))
-            run_main(ext_main, f"{arguments} --name {name}", logs)
-        return Experiment(logs, name)
-
-    return killed
 
 
 def steps_of(experiment: Experiment) -> list[dict]:
@@ -327,7 +315,7 @@ class Slow(IterableDataset):
 
 
 def test_workers_outlive_sigterm_while_the_run_goes_on():
-    outlive = WorkersIgnoreSigterm(workers=2)
+    outlive = LoaderWorkers(Namespace(workers=2))
     others = set(multiprocessing.active_children())
     loader = DataLoader(Slow(), batch_size=None, num_workers=1, worker_init_fn=outlive, persistent_workers=True)
     batches = iter(loader)
@@ -335,7 +323,7 @@ def test_workers_outlive_sigterm_while_the_run_goes_on():
     (worker,) = set(multiprocessing.active_children()) - others
     os.kill(worker.pid, signal.SIGTERM)
     assert list(batches) == [1, 2, 3]
-    outlive.close()  # of no loader: this one's worker remains
+    outlive.end(True)  # of no loader: this one's worker remains
     with suppress(RuntimeError):  # torch's handler of SIGCHLD misses the worker
         worker.terminate()
         worker.join(60)
@@ -345,7 +333,7 @@ def test_workers_outlive_sigterm_while_the_run_goes_on():
 
 def test_workers_end_with_the_run():
     """In an order that the garbage collector does not choose; it takes five seconds for each."""
-    outlive = WorkersIgnoreSigterm(workers=2)
+    outlive = LoaderWorkers(Namespace(workers=2))
     others = set(multiprocessing.active_children())
     loader = DataLoader(Slow(), batch_size=None, num_workers=2, persistent_workers=True)
     outlive.workers_of(loader)
@@ -353,9 +341,9 @@ def test_workers_end_with_the_run():
     assert next(batches) == 0
     workers = set(multiprocessing.active_children()) - others
     assert len(workers) == 2
-    outlive.close()
+    outlive.end(True)
     assert not any(worker.is_alive() for worker in workers)
-    outlive.close()
+    outlive.end(True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import re
-import tarfile
 from collections import OrderedDict
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import LOSSES, ext_main, run_main
+from json_shards import tar
 
 import open_clip_ext
 from open_clip_ext.data import Scenes
@@ -199,11 +199,8 @@ def members(tmp_path, marker, ghostscript):
         encoded = io.BytesIO()
         image.save(encoded, "png")
         pair = {"png": EPS if row == ROWS - 1 else encoded.getvalue(), "txt": f"{row} {CAPTION}".encode()}
-        with tarfile.open(tmp_path / f"shards/{row % 2}.tar", "a") as tar:
-            for suffix, content in {**pair, **payloads, **(broken if row == 0 else {})}.items():
-                member = tarfile.TarInfo(f"{row:03d}.{suffix}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+        members = {**pair, **payloads, **(broken if row == 0 else {})}.items()
+        tar(tmp_path / f"shards/{row % 2}.tar", [(f"{row:03d}.{suffix}", own) for suffix, own in members], mode="a")
     return f"--train-data {tmp_path}/shards/{{0..1}}.tar --dataset-type webdataset --workers 0 --epochs 1 --lr 1e-3"
 
 

@@ -19,7 +19,7 @@ from conftest import LOSSES
 from open_clip_ext.errors import InputError
 from training_ext.core import hosts
 from training_ext.core.component import Components, registry, warn_early
-from training_ext.core.events import seams_of_hooks
+from training_ext.core.events import of_host
 from training_ext.flags.params import parse_args
 
 TRAIN = "open_clip_train"
@@ -33,7 +33,7 @@ def inner_seams() -> Iterator:
     outer = {(seam.module, seam.path) for seam in hosts.installed().SEAMS}
     for kind in registry().values():
         yield from ((kind, seam) for seam in kind.seams if (seam.module, seam.path) not in outer)
-    for hook, seam in seams_of_hooks().items():
+    for hook, seam in of_host().EVENTS.items():
         owners = (kind for kind in registry().values() if hook in vars(kind) and kind.switch is None)
         yield next(owners), seam
 
@@ -133,7 +133,7 @@ def test_a_name_that_is_gone_costs_a_convenience_or_is_refused(without, caplog, 
         ("open_clip.factory", "load_state_dict", "safe_reading"),
         ("open_clip.factory", "get_tokenizer", "safe_reading"),
         ("open_clip_train.zero_shot", "accuracy", "numpy_scalars"),
-        ("open_clip_train.distributed", "init_distributed_device_so", "process_timeout"),
+        ("open_clip_train.distributed", "init_distributed_device", "process_timeout"),
     ],
 )
 def test_without_the_user_of_a_name(refused, run, datasets, monkeypatch, capsys, module, name, kind):

@@ -2,10 +2,8 @@
 
 import pytest
 import yaml
-from conftest import LOSSES, ext_main, run_main
-from stop import Killed, StopAt
+from conftest import LOSSES
 
-from training_ext.core.rows import RowLoader
 from training_ext.flags import params, recipes
 
 SGD = "--opt timm/lookahead_sgdw --lr 1e-3 --momentum"
@@ -49,13 +47,11 @@ def test_only_flags_are_named_as_flags(datasets):
     assert before.changes(new, args) == "global batch 64 -> 32, --wd 0.2 -> 0.5"
 
 
-def test_a_run_that_saved_nothing_changes_nothing(run, datasets, tmp_path, monkeypatch):
+def test_a_run_that_saved_nothing_changes_nothing(run, killed, datasets):
     common = f"{datasets['shapes']} {LOSSES['sogclr']} --workers 0 --epochs 2"
     first = run("x", common)
     (first.path / "checkpoints/epoch_2.pt").unlink()
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(RowLoader, "__iter__", StopAt(3, signal=0))
-        run_main(ext_main, f"{common} --resume latest --wd 0.5 --name x", tmp_path / "logs")
+    killed("x", f"{common} --resume latest --wd 0.5", 3)
     assert "Changed since the checkpoint: --wd 0.2 -> 0.5" in first.log
     resumed = run("x", f"{common} --resume latest")
     assert resumed.log.count("Changed since") == 1 and not list(resumed.path.glob("recipe_*"))

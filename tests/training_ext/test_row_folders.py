@@ -49,12 +49,6 @@ def whole(experiment, epoch):
     return checkpoint
 
 
-def kill(run_, arguments, logs, monkeypatch, batch):
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(RowLoader, "__iter__", StopAt(batch, signal=0))
-        run_main(ext_main, arguments, logs)
-
-
 def test_a_resumed_run_equals_one_with_plain_files(run, datasets, tmp_path, monkeypatch):
     common = f"{datasets['shapes']} {LOSSES['fastclip-v2']} --workers 0 --epochs 2"
     plain = run("plain", common)
@@ -263,11 +257,10 @@ def test_the_report_reads_them(split, datasets, run, capsys):
     assert values and values == [path.read_bytes() for path in sorted(out.rglob("*.json"))]
 
 
-def test_a_recovery_and_its_file(run, datasets, tmp_path, monkeypatch):
+def test_a_recovery_and_its_file(run, killed, datasets, tmp_path):
     common = f"{datasets['shapes']} --loss tuneclip --osr-epochs 2 --tau-init 0.05 --lr 1e-3 --workers 0 --epochs 1"
     plain = run("plain", f"{common} --osr-save {tmp_path}/plain.state")
-    kill(run, f"{common} {SPLIT} --osr-save {tmp_path}/x.state --name x", tmp_path / "logs", monkeypatch, 8)
-    experiment = Experiment(tmp_path / "logs", "x")
+    experiment = killed("x", f"{common} {SPLIT} --osr-save {tmp_path}/x.state", 8)
     (unfinished,) = [path for path in experiment.path.iterdir() if path.name.startswith(f"{UNFINISHED}.rows-")]
     experiment = run("x", f"{common} {SPLIT} --osr-save {tmp_path}/x.state --resume latest")
     assert not unfinished.exists() and len([*tmp_path.glob("x.state.rows-*")]) == 1

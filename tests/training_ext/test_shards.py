@@ -16,7 +16,7 @@ from open_clip_ext.errors import InputError
 from training_ext.components.exact_resume.order import NUMBER
 from training_ext.components.same_key import KEY
 from training_ext.core.tags import ROW, SEPARATOR, Tags, TagsTokenizer
-from training_ext.data import shard_scan, tars
+from training_ext.data import shard_scan
 from training_ext.data.shard_rows import rows_of_shards
 from training_ext.data.shards import Shards, check_missing, find_shards
 from training_ext.data.tars import read_samples, scan
@@ -140,7 +140,7 @@ def test_scan_seeks_over_payloads(tmp_path, monkeypatch):
             read += count
             return count
 
-    monkeypatch.setattr(tars, "open", lambda path, mode: io.BufferedReader(Counting(path)), raising=False)
+    monkeypatch.setattr(tarfile, "bltn_open", lambda path, mode: io.BufferedReader(Counting(path)))
     assert scan(url).samples == 2
     assert 0 < read < 200_000
 
@@ -229,7 +229,7 @@ def test_unreadable_shard(tmp_path, monkeypatch):
     def denied(*_):
         raise PermissionError(13, "Permission denied", url)
 
-    monkeypatch.setattr(tars, "open", denied, raising=False)
+    monkeypatch.setattr(tarfile, "bltn_open", denied)
     one_line_error(lambda: find_shards(url), "--train-data", url, "Permission denied")
 
 

@@ -11,20 +11,27 @@ from training_ext.core.component import Component
 from training_ext.data.seeding import shared_zeros
 
 
-class WorkersIgnoreSigterm:
-    """A loader's `worker_init_fn`: its workers ignore Ctrl-C, and SIGTERM until the run has ended.
+class LoaderWorkers(Component):
+    """Has the workers of every loader of the run, in evaluations too, end with the run and not before.
 
-    A terminal signals the whole process group, Slurm may do so, and the step in progress still needs its batches.
-    Workers end by themselves if their parent process is gone.
+    As a loader's `worker_init_fn` it has them ignore Ctrl-C, and SIGTERM until the run has ended: a terminal signals
+    the whole process group, and Slurm may do so. Workers end by themselves if their parent process is gone.
     """
 
-    def __init__(self, workers: int):
-        self._has_ended = shared_zeros(workers)
+    name = "loader_workers"
+
+    def __init__(self, args: Namespace):
+        super().__init__(args)
+        self._has_ended = shared_zeros(args.workers)
         self._loaders: list[DataLoader] = []
 
-    def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGTERM, self._handle)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    def wanted(self) -> bool:
+        return self.args.uses_ext_loss  # with OpenCLIP's own losses a signal ends the run at once
+
+    def data_built(self, data: dict[str, Any]) -> None:
+        self.training.data.worker_init = self
+        for info in data.values():
+            self.workers_of(info.dataloader)
 
     def workers_of(self, loader: Any) -> None:
         """Let the workers of a loader of torch's or webdataset's, or in a `RowLoader`, outlive SIGTERM."""
@@ -35,12 +42,16 @@ class WorkersIgnoreSigterm:
             if inner is not None:
                 self.workers_of(inner)
 
+    def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGTERM, self._handle)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
     def _handle(self, *_: Any) -> None:
         if self._has_ended:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def close(self) -> None:
+    def end(self, completed: bool) -> None:
         """End the workers, and let SIGTERM end those that remain."""
         self._has_ended.fill_(1)
         for loader in self._loaders:
@@ -48,24 +59,3 @@ class WorkersIgnoreSigterm:
             workers, loader._iterator = loader._iterator, None
             if workers is not None:
                 workers._shutdown_workers()  # type: ignore[attr-defined]
-
-
-class LoaderWorkers(Component):
-    """Has the workers of every loader of the run, in evaluations too, end with the run and not before."""
-
-    name = "loader_workers"
-
-    def __init__(self, args: Namespace):
-        super().__init__(args)
-        self._workers = WorkersIgnoreSigterm(args.workers)
-
-    def wanted(self) -> bool:
-        return self.args.uses_ext_loss  # with OpenCLIP's own losses a signal ends the run at once
-
-    def data_built(self, data: dict[str, Any]) -> None:
-        self.training.data.worker_init = self._workers
-        for info in data.values():
-            self._workers.workers_of(info.dataloader)
-
-    def end(self, completed: bool) -> None:
-        self._workers.close()

@@ -4,11 +4,9 @@ from datetime import timedelta
 from functools import partial
 
 from training_ext.core.component import Component
-from training_ext.core.hosts import release
 from training_ext.core.seam import Seam
 
 HOURS = 2
-STARTS = "init_distributed_device" if release() < (2, 29) else "init_distributed_device_so"
 
 
 class ProcessTimeout(Component):
@@ -19,7 +17,7 @@ class ProcessTimeout(Component):
             why="NCCL ends a training in which process 0 alone counts shards or evaluates for 10 minutes",
             contract="it starts the processes by init_process_group(backend=, init_method=, ...)",
             replacement=lambda original, component: partial(original, timeout=timedelta(hours=HOURS)),
-            used_by=f"open_clip_train.distributed:{STARTS}",
+            used_by="open_clip_train.distributed:init_distributed_device",
             parameters=("timeout",),
         ),
     )  # fmt: skip

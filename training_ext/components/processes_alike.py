@@ -7,8 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
+from open_clip_ext.distributed import all_gather_object
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from training_ext.core.component import Component
@@ -62,7 +61,7 @@ def check_alike(args: Namespace, rows: DataRows | None) -> None:
     own = {name: value for name, value in sorted(vars(args).items()) if name not in OWN}
     own["logs"] = args.logs if Plan(args).keeps_files else None
     own["files"], own["has_rows"] = _files_of(args), rows is not None
-    every = _of_all(args, own)
+    every = all_gather_object(own)
     first = every[0]
     # Defaults follow from the loss and from other flags, so that a given flag is the cause.
     given = frozenset().union(*(theirs["given_flags"] for theirs in every))
@@ -92,7 +91,7 @@ def _check_same_data(args: Namespace, rows: DataRows | None, known: bool) -> Non
         found = None if rows is None else (rows.num_rows, rows.digest)
     except InputError as error:
         found = f"{error} (process {args.rank})"
-    every = _of_all(args, found)
+    every = all_gather_object(found)
     for other, theirs in enumerate(every):
         if isinstance(theirs, str):
             raise InputError(theirs)
@@ -109,9 +108,3 @@ def _files_of(args: Namespace) -> tuple:
     path = os.path.abspath(args.train_data or "")
     found = os.stat(path) if os.path.exists(path) else None
     return socket.gethostname(), path if found is None else (found.st_dev, found.st_ino)
-
-
-def _of_all(args: Namespace, own: Any) -> list[Any]:
-    every: list[Any] = [None] * args.world_size
-    dist.all_gather_object(every, own)
-    return every

@@ -3,8 +3,10 @@
 import logging
 import os
 from argparse import Namespace
+from contextlib import suppress
 from typing import Any
 
+from open_clip_ext.errors import InputError
 from training_ext.core.component import Component
 from training_ext.flags import run_recipe
 
@@ -30,7 +32,9 @@ class RecipeFile(Component):
     def check_state(self, state: dict[str, Any], path: str) -> None:
         from training_ext.flags import recipes
 
-        self._before = recipes.with_checkpoint(path)
+        with suppress(InputError):
+            experiment = os.path.dirname(os.path.dirname(os.path.abspath(path)))
+            self._before = recipes.find(os.path.join(experiment, run_recipe.RECIPE))
 
     def data_built(self, data: dict[str, Any]) -> None:
         if not self.plan.is_first or self.training.state.done >= self.args.epochs:

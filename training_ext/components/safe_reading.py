@@ -8,7 +8,7 @@ from training_ext.core.component import Component
 from training_ext.core.hosts import release
 from training_ext.core.seam import TRAIN_DATA, VAL_DATA, Seam
 from training_ext.data.tars import decode_pairs
-from training_ext.openclip.loading import load_plain, one_line, verify, without_remote_code
+from training_ext.openclip.loading import load_checkpoint, load_plain, one_line, verify, without_remote_code
 
 DECODE = Seam(
     "open_clip_train.data", "wds.decode",
@@ -47,19 +47,12 @@ class SafeReading(Component):
             why="OpenCLIP leaves it to torch's default whether the pickles of --resume are run, and no changed bit is "
             "seen",
             contract="main, or the load_checkpoint that it calls, loads --resume by pt_load(path, map_location=)",
-            replacement=lambda original, component: load_resumed,
+            replacement=lambda original, component: load_checkpoint,
             used_by="open_clip.task.checkpoint:load_checkpoint" if HAS_TASKS else "open_clip_train.main:main",
             layer=-1,
         ),
         *(() if HAS_TASKS else (DECODE,)),  # later, OpenCLIP itself decodes images alone
     )  # fmt: skip
-
-
-def load_resumed(path: str, map_location: Any) -> Any:
-    """Replaces `pt_load`; raises as `load_checkpoint`."""
-    from training_ext.openclip.loading import load_checkpoint
-
-    return load_checkpoint(path, map_location=map_location)
 
 
 def load_weights(path: Any, **options: Any) -> Any:

@@ -50,14 +50,12 @@ class SameKey(Component):
         return {KEY: self._of_sample(sample)} if self._of_sample is not None and has_caption(sample) else {}
 
     def data_built(self, data: dict[str, Any]) -> None:
-        from training_ext.data.keys import key_argument
         from training_ext.data.sample_keys import find_keys
 
         if "train" not in data:
             return
-        self._argument = key_argument(self.args)
         self._of_batch = find_keys(self.args, in_shards=self._of_sample is not None)
 
     def for_loss(self, tokens: Tensor, numbers: dict[str, Tensor]) -> dict[str, Tensor]:
         keys = numbers[KEY] if self._of_batch is None else self._of_batch(tokens, numbers.get(ROW))
-        return {self._argument: keys}
+        return {"key" if self.positives is None else "positive_key": keys}

@@ -21,7 +21,7 @@ from open_clip_ext.losses import Loss
 from open_clip_ext.options import WithOptions, flag_of
 from training_ext import components
 from training_ext.core.epoch import Epoch, Evaluation
-from training_ext.core.events import seams_of_hooks
+from training_ext.core.events import of_host
 from training_ext.core.plan import Plan
 from training_ext.core.seam import Seam
 from training_ext.core.training import Training
@@ -326,7 +326,7 @@ class Components(list[Component]):
     @staticmethod
     def _can_run(component: Component) -> bool:
         asked_by = component.condition or (component.switch and flag_of(component.switch))
-        events = (seam for hook, seam in seams_of_hooks().items() if component.answers(hook))
+        events = (seam for hook, seam in of_host().EVENTS.items() if component.answers(hook))
         for seam in (*component.seams, *events):
             if (broken := seam.broken()) is None:
                 continue

@@ -4,7 +4,6 @@ import importlib
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -28,11 +27,6 @@ def of_host() -> ModuleType:
     return importlib.import_module(f"{hosts.__name__}.{hosts.supported()}_events")
 
 
-def seams_of_hooks() -> dict[str, Seam]:
-    """The seam that is replaced for a hook of a component, by the hook's name."""
-    return of_host().EVENTS
-
-
 class Events:
     """OpenCLIP's model, optimizer, data, epochs and evaluations, with the hooks of the run's components."""
 
@@ -41,7 +35,7 @@ class Events:
 
     def seams(self) -> Iterator[tuple[Seam, Any]]:
         """The seams for the components' hooks, and their own, each with its owner."""
-        for hook, seam in seams_of_hooks().items():
+        for hook, seam in of_host().EVENTS.items():
             if any(component.answers(hook) for component in self.run.components):
                 yield seam, self.run
         yield from ((seam, component) for component in self.run.components for seam in component.seams)
@@ -78,8 +72,10 @@ class Events:
             need_evaluation(data)
         return data
 
-    def train_one_epoch(self, train: Callable[[Epoch], Any], epoch: Epoch) -> None:
-        """An epoch of OpenCLIP's, run by `train`, within the components' `epoch`."""
+    def train_one_epoch(
+        self, train: Callable[[Epoch], Any], number: int, data: dict[str, Any], args: Namespace, **trained: Any
+    ) -> None:
+        """Epoch `number` of OpenCLIP's, run by `train`, within the components' `epoch`; `trained` are fields of it."""
 
         def train_alone(epoch: Epoch) -> None:
             self.run.is_besides = not epoch.is_training
@@ -89,7 +85,11 @@ class Events:
         for component in reversed(self.run.components):
             run = partial(component.epoch, train=run)
         self.run.begin()
-        run(replace(epoch, run=run))
+        steps = data["train"].dataloader.num_batches // args.accum_freq
+        run(Epoch(
+            run, number, args.epochs, number, data, before=number * steps, ahead=(args.epochs - number - 1) * steps,
+            args=args, **trained,
+        ))
 
     def evaluate(
         self, original: Callable, model: Any, data: dict[str, Any], epoch: int, args: Namespace, **kwargs: Any

@@ -22,7 +22,9 @@ OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
 ABSENT = {"device": "cuda", "opt": "adamw"}
 
 
-class Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
+    """Raises InputError for a wrong flag."""
+
     def error(self, message: str) -> NoReturn:
         raise InputError(message)
 
@@ -50,7 +52,7 @@ def parse(argv: list[str]) -> "tuple[Namespace, list[type[Component]]]":
         InputError: a wrong flag or value of this package's, a flag that the loss does not use, an unknown loss.
         SystemExit: OpenCLIP's parser refused its flags, or --help was printed.
     """
-    names = Parser(add_help=False, allow_abbrev=False)
+    names = OneLineParser(add_help=False, allow_abbrev=False)
     names.add_argument("--bare", action="store_true", help="train without any component")
     names.add_argument("--with", dest="added", metavar="NAMES", help="with these components, with commas between them")
     names.add_argument("--without", metavar="NAMES", help="without these components")
@@ -61,7 +63,7 @@ def parse(argv: list[str]) -> "tuple[Namespace, list[type[Component]]]":
 
         classes = choose(names_of(chosen.added), names_of(chosen.without))
 
-    parser = Parser(prog="open_clip_ext.main", add_help=False, allow_abbrev=False, parents=[names])
+    parser = OneLineParser(prog="open_clip_ext.main", add_help=False, allow_abbrev=False, parents=[names])
     parser.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.presets())}")
     parser.add_argument("--seams", action="store_true", help="print what is replaced in OpenCLIP, and by whom")
     group = parser.add_argument_group("the loss")

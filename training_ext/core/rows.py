@@ -168,9 +168,6 @@ class RowLoader(StandIn):
                 self._at_step(done // self.keep)
         self._at_end()
 
-    def __len__(self) -> int:
-        return len(self.loader)
-
     def latest(self) -> dict[str, Tensor]:
         """What the loss gets of the samples of the last `keep` batches, int64 on the CPU."""
         return {name: torch.cat([given[name] for given in self._latest]) for name in self._latest[-1]}

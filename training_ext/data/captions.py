@@ -102,11 +102,6 @@ def draw_from_lines(csv: Any, seed: int, epoch: SharedEpoch) -> Pictures:
     return pictures
 
 
-def fields_in(named: str) -> tuple[str, ...]:
-    """The fields that OpenCLIP's --json-text-key names, with semicolons between them."""
-    return tuple(name.strip() for name in named.split(";") if name.strip())
-
-
 @dataclass
 class JsonCaptions:
     """Replaces a sample's .txt by one of the captions in its .json.
@@ -117,7 +112,7 @@ class JsonCaptions:
     ignored. If none is left, the sample has no .txt afterwards, and is skipped and counted like any other without one.
 
     Args:
-        named: the flag's value, one field or several.
+        named: the flag's value, one field, or of --json-text-key several with semicolons between them.
         weights: of the fields, for --json-text-key alone; those without one have 0.
     """
 
@@ -145,7 +140,7 @@ class JsonCaptions:
             value = fields.get(self.named)
             entries = [(caption, 1.0) for caption in (value if isinstance(value, list) else [value])]
         else:
-            values = map(fields.get, fields_in(self.named))
+            values = map(fields.get, filter(None, map(str.strip, self.named.split(";"))))
             entries = list(zip(values, chain(self.weights, repeat(0.0)), strict=False))
         usable = [(text, weight) for text, weight in entries if isinstance(text, str) and text.strip()]
         drawable = [(text, weight) for text, weight in usable if weight > 0]

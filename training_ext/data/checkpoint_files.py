@@ -7,7 +7,6 @@ import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import PARTIAL, whole_file
@@ -31,15 +30,9 @@ def progress(path: str) -> tuple[int, int]:
             raise FileNotFoundError(path)
         return load_mapped(os.path.join(path, SHARDED_PARTS[-1]))["epoch"], 0  # at the end of an epoch only
     loaded = load_mapped(path)
-    return loaded["epoch"], batches_of(entry_of(loaded))
-
-
-def batches_of(entry: dict[str, Any] | None) -> int:
-    """Batches of the next epoch that a checkpoint with this entry has."""
-    if entry is None:
-        return 0
+    entry = entry_of(loaded) or {}
     resume_state = entry.get("older") or entry.get("components", {}).get("exact_resume", {})
-    return (resume_state.get("position") or {}).get("batches", 0)
+    return loaded["epoch"], (resume_state.get("position") or {}).get("batches", 0)
 
 
 def is_whole_folder(path: str) -> bool:

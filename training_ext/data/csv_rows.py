@@ -20,10 +20,9 @@ def find(args: Namespace) -> DataRows:
     """The rows of --train-data; raises InputError as `rows.find_rows`."""
     table = read_csv(args, args.train_data, max_bad=tolerated(args))
     name = key_name(args)
-    if name is not None:
-        from training_ext.data.sample_keys import check_column
-
-        check_column(args, table)
+    if name is not None and name not in table.columns:
+        columns = ", ".join(map(repr, table.columns))
+        raise InputError(f"{args.train_data!r} has no column {name!r}; its columns are {columns}", key_flag(args))
     captions = table[args.csv_caption_key]
     if len(captions) == 0:
         raise InputError(f"{args.train_data!r} has no rows below its header", "--train-data")

@@ -51,7 +51,7 @@ def find_files(folder: str, flag: str | None = None) -> FolderFiles:
             continue
         read.add(real)
         for entry in entries(path, flag):
-            if is_hidden(entry.name):
+            if entry.name.startswith(".") or entry.name in SYSTEMS:
                 continue
             kind = _kind(entry)
             if kind == "folder":
@@ -89,11 +89,6 @@ def _kind(entry: os.DirEntry) -> str:
         return "folder" if entry.is_dir() else "file" if entry.is_file() else ""
     except OSError:  # links that lead to one another
         return ""
-
-
-def is_hidden(name: str) -> bool:
-    """Whether it is not the user's: a hidden file or folder, or one of the system's."""
-    return name.startswith(".") or name in SYSTEMS
 
 
 def describe_left_out(left_out: LeftOut) -> str:

@@ -23,8 +23,3 @@ def has_keys(args: Namespace) -> bool:
 
 def key_flag(args: Namespace) -> str:
     return "--same-key" if getattr(args, "positives", None) is None else "--positives"
-
-
-def key_argument(args: Namespace) -> str:
-    """What the loss calls the keys."""
-    return "key" if args.positives is None else "positive_key"

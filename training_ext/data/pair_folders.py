@@ -26,10 +26,6 @@ class FolderPairs:
     pairs: list[tuple[str, list[str]]] = field(default_factory=list)
     left_out: LeftOut = field(default_factory=dict)
 
-    def told(self) -> str:
-        """What is left out, with an example of each reason; "" if nothing is."""
-        return describe_left_out(self.left_out)
-
 
 def find_pairs(folder: str, flag: str | None = None) -> FolderPairs:
     """Read the names in a folder and its captions, but no image. Process 0 warns of a folder of splits.
@@ -73,6 +69,6 @@ def read_folder(folder: str, image_key: str, caption_key: str) -> pd.DataFrame:
     """The pairs as OpenCLIP reads a csv: a line for each caption. Process 0 warns of files that are no pair."""
     folder_pairs = find_pairs(folder)
     if folder_pairs.left_out and world_info()[1] == 0:
-        warn_once(f"Left out of {folder!r}: {folder_pairs.told()}")
+        warn_once(f"Left out of {folder!r}: {describe_left_out(folder_pairs.left_out)}")
     lines = [(path, caption) for path, captions in folder_pairs.pairs for caption in captions]
     return pd.DataFrame(lines, columns=[image_key, caption_key], dtype=object)

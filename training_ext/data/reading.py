@@ -48,7 +48,7 @@ def source_of(
             draw_from_lines(csv, args.seed, SharedEpoch(args.workers))
         return partial(_read, partial(_line, csv))
     if kind == "shapes":
-        dataset: Dataset = shapes_dataset(args, True)(transform, image_size, tokenizer=tokenizer)
+        dataset: Dataset = shapes_dataset(args, True, transform, image_size, tokenizer=tokenizer)
     else:
         size = args.train_num_samples
         dataset = open_clip_data.SyntheticDataset(transform, dataset_size=size, tokenizer=tokenizer)

@@ -21,14 +21,6 @@ Keys = Callable[[Tensor, Tensor | None], Tensor]
 """Maps tokens (b, L) and rows (b,) of a batch to its keys, (b,) int64."""
 
 
-def check_column(args: Namespace, table: pd.DataFrame) -> None:
-    """Raise InputError unless the csv has the column of the keys."""
-    name = key_name(args)
-    if name is not None and name not in table.columns:
-        columns = ", ".join(repr(column) for column in table.columns)
-        raise InputError(f"{args.train_data!r} has no column {name!r}; its columns are {columns}", key_flag(args))
-
-
 def find_keys(args: Namespace, in_shards: bool) -> Keys | None:
     """The function that finds the keys of a batch; None without keys, or if `JsonKey` finds them as shards are read."""
     name = key_name(args)

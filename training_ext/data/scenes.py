@@ -4,8 +4,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import Dataset
-
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from training_ext.core import hosts
@@ -44,18 +42,16 @@ def set_paths(args: Namespace) -> None:
         setattr(args, f"{split}_data", "shapes" if scenes else None)
 
 
-def shapes_dataset(args: Namespace, is_train: bool) -> Callable[..., Dataset]:
+def shapes_dataset(
+    args: Namespace, is_train: bool, transform: Callable, image_size: Any = 64, *, tokenizer: Callable, **unused: Any
+) -> Scenes:
     """What OpenCLIP builds in the place of its SyntheticDataset."""
-
-    def build(transform: Callable, image_size: Any = 64, *, tokenizer: Callable, **unused: Any) -> Scenes:
-        return HostScenes(
-            num_samples=args.train_num_samples if is_train else args.val_num_samples,
-            seed=args.shapes_seed,
-            image_size=max(image_size) if isinstance(image_size, (tuple, list)) else int(image_size),
-            first_row=0 if is_train else HELD_OUT_SCENES,
-            shifted=is_train and bool(args.shapes_shifted),
-            transform=transform,
-            tokenizer=tokenizer,
-        )
-
-    return build
+    return HostScenes(
+        num_samples=args.train_num_samples if is_train else args.val_num_samples,
+        seed=args.shapes_seed,
+        image_size=max(image_size) if isinstance(image_size, (tuple, list)) else int(image_size),
+        first_row=0 if is_train else HELD_OUT_SCENES,
+        shifted=is_train and bool(args.shapes_shifted),
+        transform=transform,
+        tokenizer=tokenizer,
+    )

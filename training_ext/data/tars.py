@@ -12,7 +12,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, Any
+from typing import Any
 
 from open_clip_train.data import group_by_keys_nothrow
 from webdataset.gopen import gopen
@@ -80,18 +80,25 @@ def read_samples(url: str) -> Iterator[dict]:
 
 def samples_before(url: str, errors: list[Exception]) -> Iterator[dict]:
     """As `read_samples`, but an error is added to `errors`, before the sample is yielded in which it may lie."""
-    return group_by_keys_nothrow(_payloads(url, errors))
+    return group_by_keys_nothrow(
+        _files(lambda: tarfile.open(fileobj=gopen(url), mode="r|*", tarinfo=_StrictHeader), _payload, url, errors)
+    )
 
 
-def _payloads(url: str, errors: list[Exception]) -> Iterator[dict]:
+def _files(opened: Callable[[], tarfile.TarFile], data: Callable, url: str, errors: list[Exception]) -> Iterator[dict]:
+    """The members of a tar as webdataset's reader yields them, with `data(tar, member)` in place of the payload."""
     # The last sample is yielded when this ends, so an error must wait.
     try:
-        with tarfile.open(fileobj=gopen(url), mode="r|*", tarinfo=_StrictHeader) as tar:
+        with opened() as tar:
             for member in _members(tar):
-                payload: Any = tar.extractfile(member)
-                yield {"fname": member.name, "data": payload.read(), "__url__": url}
+                yield {"fname": member.name, "data": data(tar, member), "__url__": url}
     except Exception as error:  # file systems, commands and archives may raise anything
         errors.append(error)
+
+
+def _payload(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file: Any = tar.extractfile(member)
+    return file.read()
 
 
 def headers_of_samples(path: str) -> Iterator[tuple[tarfile.TarFile, dict]]:
@@ -128,7 +135,7 @@ def stored_samples(path: str) -> Iterator[tuple[Callable[[Any], bytes], dict]]:
             yield bytes, sample
         return
     for tar, headers in headers_of_samples(path):
-        yield lambda member, tar=tar: tar.extractfile(member).read(), headers  # type: ignore[misc]
+        yield partial(_payload, tar), headers
 
 
 @dataclass(frozen=True)
@@ -150,32 +157,19 @@ def scan(path: str) -> Contents:
     """Scan the headers of a local tar, without its payloads."""
     samples, keys = 0, KeyDigest()
     errors: list[Exception] = []
-    for sample in group_by_keys_nothrow(_lengths(path, errors)):
+    # A payload's length is falsy where the payload is, which matters for a "__bad__" member.
+    for sample in group_by_keys_nothrow(_files(lambda: _open_file(path), lambda _, member: member.size, "", errors)):
         samples += 1
         keys.add(sample["__key__"])
     return Contents(samples, keys.value(), reason_of(errors[0]) if errors else None)
 
 
-def _lengths(path: str, errors: list[Exception]) -> Iterator[dict]:
-    """As `_payloads`, with each payload's length in its place.
-
-    The length is falsy where the payload is, which matters for a "__bad__" member.
-    """
+def _open_file(path: str) -> tarfile.TarFile:
     try:
-        with open(path, "rb") as file, _open_tar(file) as tar:
-            for member in _members(tar):
-                yield {"fname": member.name, "data": member.size, "__url__": ""}
-    except Exception as error:
-        errors.append(error)
-
-
-def _open_tar(file: IO[bytes]) -> tarfile.TarFile:
-    try:
-        return tarfile.open(fileobj=file, mode="r:", tarinfo=_StrictHeader)
+        return tarfile.open(path, "r:", tarinfo=_StrictHeader)
     except tarfile.ReadError:
         # Compressed. Read as a stream, like webdataset, since that mode stops after the first of several gzip members.
-        file.seek(0)
-        return tarfile.open(fileobj=file, mode="r|*", tarinfo=_StrictHeader)
+        return tarfile.open(path, "r|*", tarinfo=_StrictHeader)
 
 
 def fields_of(sample: dict) -> dict[str, Any]:

@@ -26,23 +26,26 @@ MOST_USED = {
 class HelpParser(Parser):
     """Prints what the command line asks for instead of parsing it, and exits."""
 
+    def __init__(self) -> None:
+        super().__init__(add_help=False)
+        self.add_argument("-h", "--help", nargs="?", const="", metavar="TOPIC", help="show this help and exit")
+
     def notes(self) -> dict[str, str]:
         return default_texts()
 
     def _parse(self, args: Sequence[str], namespace: Any) -> NoReturn:
-        words, topic = without_help(args)
-        on_command_line = self._given(words)
+        on_command_line = self._given(args)
         if "list_losses" in on_command_line:
             print(list_losses())
         elif "list_recipes" in on_command_line:
             print(recipes.listing())
         else:
-            settings = self._given([*self._of_recipe(on_command_line)[1], *words])
+            settings = self._given([*self._of_recipe(on_command_line)[1], *args])
             if "loss" in settings:
                 check_given(settings)
                 print(loss_help(settings))
             else:
-                print(self._on(topic or ""))
+                print(self._on(on_command_line.get("help", "")))
         self.exit(0)
 
     def _on(self, topic: str) -> str:
@@ -74,17 +77,6 @@ class HelpParser(Parser):
         rows.append(("--help all", "everything"))
         lines = columns([(f"  {words}", text) for words, text in rows], 28)
         return "\n".join([formatter.format_help(), "more help:", *lines])
-
-
-def without_help(args: Sequence[str]) -> tuple[list[str], str | None]:
-    """The arguments without --help and the topic after it; the topic, "" without one, None without --help."""
-    words = list(args)
-    topic = None
-    for index in sorted((index for index, word in enumerate(words) if word in ("-h", "--help")), reverse=True):
-        has_topic = index + 1 < len(words) and not words[index + 1].startswith("-")
-        topic = words.pop(index + 1) if has_topic else ""
-        del words[index]
-    return words, topic
 
 
 def list_losses() -> str:

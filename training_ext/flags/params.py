@@ -4,7 +4,7 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from open_clip_train import params
 
@@ -13,7 +13,7 @@ from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.losses import Loss
 from open_clip_ext.options import flag_of
 from training_ext.core.component import Component, choose, names_of, registry
-from training_ext.core.flags import NEEDS_LOSS, add_option, settle
+from training_ext.core.flags import NEEDS_LOSS, OneLineParser, add_option, settle
 from training_ext.core.patching import replaced
 from training_ext.core.plan import world_info
 from training_ext.openclip.hosts import complete
@@ -30,19 +30,17 @@ PART_HELP = {
 FIRST_SCREENS = ("the run", "data", "evaluation")  # topics of components that --help shows
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(OneLineParser):
     """The parser that OpenCLIP's parse_args creates and fills; it adds this package's flags before it parses."""
 
-    def __init__(self) -> None:
+    def __init__(self, add_help: bool = True) -> None:
         super().__init__(
+            add_help=add_help,
             prog="open_clip_ext.main",
             usage="python -m open_clip_ext.main --loss NAME [flags]",
             description="OpenCLIP's training with global contrastive losses. Without --loss it is OpenCLIP's own.",
             formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30),
         )
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(message)
 
     def parse_args(  # type: ignore[override]  # the overloads of argparse return other namespaces, too
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -199,7 +197,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     Raises:
         InputError: a wrong flag or value, a flag that the loss does not use, an unknown loss.
     """
-    parser = Parser
+    parser: type[Parser] = Parser
     if {"-h", "--help", "--list-losses", "--list-recipes"} & {*argv}:
         from training_ext.flags.help import HelpParser
 

@@ -15,7 +15,6 @@ Only `flags` is required.
 
 import argparse
 import json
-import os
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
@@ -27,7 +26,6 @@ import yaml
 
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
-from training_ext.flags.run_recipe import RECIPE
 
 PUBLISHED = Path(__file__).parent / "published"
 NOT_IN_A_RECIPE = ("help", "list_losses", "list_recipes", "recipe", "dry_run", "seams")
@@ -185,14 +183,6 @@ def listing() -> str:
         rows.append((recipe.name, data, f"{recipe.samples:,}", str(recipe.flags["model"]), score))
     table = [f"{name:23} {data:10} {pairs:>13}  {model:19} {score}" for name, data, pairs, model, score in rows]
     return "\n".join([*table, "", "Flags, source and notes of one: --recipe NAME --dry-run."])
-
-
-def with_checkpoint(path: str) -> Recipe | None:
-    """The recipe of the run in whose folder a checkpoint lies, if there is one."""
-    try:
-        return find(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(path))), RECIPE))
-    except InputError:
-        return None
 
 
 def _plain(value: Any) -> str:

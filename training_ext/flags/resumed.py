@@ -55,10 +55,6 @@ def check_resumed(path: str, content: dict[str, Any], args: Namespace) -> None:
     epoch = content["epoch"]
     if isinstance(epoch, int) and epoch >= args.epochs and args.resume != "latest":  # a requeued job may be done
         raise InputError(f"{args.epochs}, but --resume {path!r} has completed {epoch}; give more", "--epochs")
-    _check_temperature(path, content, args)
-
-
-def _check_temperature(path: str, content: dict[str, Any], args: Namespace) -> None:
     saved = {plain_name(name): value for name, value in content.get("state_dict", {}).items()}.get("logit_scale")
     if saved is None or not args.uses_ext_loss or args.tau_init is None or trains_logit_scale(args):
         return

@@ -45,8 +45,9 @@ def try_start(args: Namespace) -> None:
     Raises:
         InputError: one line with the flag and OpenCLIP's error.
     """
-    if any(needs_download(model) for model in (args.model, args.distill_model) if model):
-        return
+    for model in filter(None, (args.model, args.distill_model)):
+        if ":" in model or "hf_model_name" in (known_config(model) or {}).get("text_cfg", {}):
+            return  # it needs a download
     error = failure(args)
     if error is None:
         return
@@ -60,11 +61,6 @@ def try_start(args: Namespace) -> None:
         plain = Namespace(**{**vars(args), **{other: defaults[other] for other in {name, *unset} & defaults.keys()}})
         if trains(plain) == trains(args) and failure(plain) is None:
             raise in_words(error, args, name) from error
-
-
-def needs_download(model: str) -> bool:
-    """Whether the model cannot be built from OpenCLIP's list alone."""
-    return ":" in model or "hf_model_name" in (known_config(model) or {}).get("text_cfg", {})
 
 
 def failure(args: Namespace) -> Exception | None:

@@ -24,7 +24,6 @@ class ClassFolders(Source):
 
     Attributes:
         folders: names of the class folders.
-        left_out: files below them that are no images, images beside them, and links that are not followed.
     """
 
     def __init__(self, flag: str, folder: str):
@@ -70,13 +69,11 @@ class ClassFolders(Source):
                 pass
 
     def warn(self) -> None:
-        """Also warn of files and folders that are left out, and of a classnames.txt that may be in another order.
+        """Also warn of a classnames.txt that may be in another order.
 
         Classes are in alphabetical order of their folders, 10 before 2; its lines may be in order of numbers.
         """
         super().warn()
-        if self.left_out:
-            logging.warning(f"{self.flag}: left out of {self.folder!r}: {describe_left_out(self.left_out)}")
         by_number = sorted(self.folders, key=in_order_of_numbers)
         if self.lines(CLASSNAMES) and by_number != self.folders:
             line = next(line for line, name in enumerate(self.folders) if name != by_number[line])

@@ -8,6 +8,7 @@ import csv
 import hashlib
 import io
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from open_clip_ext.errors import InputError, reason_of
 from training_ext.data.first_look import images_of_shards
+from training_ext.data.folder_files import LeftOut, describe_left_out
 from training_ext.data.images import spread, warn_of_images
 from training_ext.data.tars import stored_samples
 
@@ -77,6 +79,7 @@ class Source:
         classes: names of the classes, for a classification.
         templates: prompts with `{c}` in place of the class name.
         images: path and target of each image that is a file of its own.
+        left_out: files and links beside them that are none, by reason.
     """
 
     def __init__(self, flag: str, folder: str):
@@ -86,6 +89,7 @@ class Source:
         self.classes: list[str] = []
         self.templates: list[str] = []
         self.images: list[tuple[str, Any]] = []
+        self.left_out: LeftOut = {}
 
     def samples(self, includes: Callable[[int], bool]) -> Iterator[tuple[int, Sample]]:
         """Number and sample for all numbers, 0, 1, ..., for which `includes(number)` is true."""
@@ -116,6 +120,8 @@ class Source:
     def warn(self) -> None:
         """Warn of images that look otherwise than to the model, and of contents that may not be what is meant."""
         warn_of_images(((path, path) for path, _ in spread(self.images)), self.flag)
+        if self.left_out:
+            logging.warning(f"{self.flag}: left out of {self.folder!r}: {describe_left_out(self.left_out)}")
 
     def wrong(self, message: str) -> InputError:
         """An error that names the flag."""

@@ -1,7 +1,6 @@
 """Read the user's own pairs for `--val-data`: a csv, shards or a folder of a training, or that of a retrieval task."""
 
 import hashlib
-import logging
 import os
 import re
 from argparse import Namespace
@@ -50,18 +49,13 @@ class FolderPairs(Source):
     def __init__(self, folder: str):
         super().__init__(FLAG, folder)
         self.type = "retrieval"
-        self.found = find_pairs(folder, FLAG)
-        self.images = list(self.found.pairs)
+        found = find_pairs(folder, FLAG)
+        self.images, self.left_out = list(found.pairs), found.left_out
         if not self.images:
             raise self.wrong(f"{folder!r} has neither images with a .txt of the same name nor test/nshards.txt")
 
     def files(self) -> list[str]:
         return [*super().files(), *(os.path.splitext(path)[0] + ".txt" for path in super().files())]
-
-    def warn(self) -> None:
-        super().warn()
-        if self.found.left_out:
-            logging.warning(f"Left out of {self.folder!r}: {self.found.told()}")
 
 
 class PairShards(Shards):

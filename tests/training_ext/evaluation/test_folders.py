@@ -4,11 +4,11 @@ import io
 import os
 import pickle
 import shutil
-import tarfile
 from argparse import Namespace
 
 import numpy as np
 import pytest
+from json_shards import tar
 from PIL import Image
 
 from open_clip_ext import InputError
@@ -16,12 +16,6 @@ from training_ext.components.own_classes import OwnClasses
 from training_ext.scoring.class_folders import open_own_classes
 from training_ext.scoring.folders import Candidates, Images, Shards
 from training_ext.scoring.scores import prompt_of
-
-
-def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    tar.addfile(member, io.BytesIO(content))
 
 
 def png() -> bytes:
@@ -42,9 +36,8 @@ def shards(tmp_path):
         (folder / "test" / "nshards.txt").write_text("1\n")
         if kind is not None:
             (folder / "dataset_type.txt").write_text(kind + "\n")
-        with tarfile.open(folder / "test" / "0.tar", "w") as tar:
-            for name, content in (("s0.png", png()), ("s0.cls", b"1"), ("s0.txt", b"one\ntwo\n"), *members):
-                add(tar, name, content)
+        first = ("s0.png", png()), ("s0.cls", b"1"), ("s0.txt", b"one\ntwo\n")
+        tar(folder / "test" / "0.tar", [*first, *members])
         source = Shards("--data", str(folder))
         return [sample for _, sample in source.samples(lambda number: True)]
 

@@ -2,15 +2,14 @@
 
 import csv
 import gzip
-import io
 import json
 import math
 import resource
 import shutil
-import tarfile
 from pathlib import Path
 
 import pytest
+from json_shards import tar
 
 from open_clip_ext.evaluate import main as evaluate
 from training_ext.scoring.folders import Shards
@@ -45,12 +44,11 @@ def test_each_form_has_the_scores_of_the_task(evalset, pairs, checkpoints, tmp_p
     given = ["--checkpoint", checkpoints[0]]
     folder = evalset / "wds_evalset-retrieval_test"
     task = scored([*given, "--data", evalset, "--tasks", "evalset/retrieval"], tmp_path / "task.jsonl")["metrics"]
-    with tarfile.open(tmp_path / "pairs.tar", "w") as tar, open(pairs, newline="") as file:
+    members: list[tuple[str, bytes]] = []
+    with open(pairs, newline="") as file:
         for number, line in enumerate(csv.DictReader(file)):
-            for suffix, content in (("png", Path(line["image"]).read_bytes()), ("txt", line["text"].encode())):
-                member = tarfile.TarInfo(f"{number}.{suffix}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+            members += [(f"{number}.png", Path(line["image"]).read_bytes()), (f"{number}.txt", line["text"].encode())]
+    tar(tmp_path / "pairs.tar", members)
     own = tmp_path / "own"
     own.mkdir()
     for sample in Shards("--data", str(folder)).samples(lambda number: True):

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from json_shards import tar
 from test_planted import Payload
 
 
@@ -21,15 +22,11 @@ def marker(tmp_path_factory, monkeypatch):
 
 def replace_member(path: Path, extension: str, content: bytes) -> None:
     """Put `content` in place of the shard's first member with this extension."""
-    with tarfile.open(path) as tar:
-        members = [(member.name, tar.extractfile(member).read()) for member in tar]
-    with tarfile.open(path, "w") as tar:
-        for name, own in members:
-            if name.endswith(extension) and content:
-                own, content = content, b""
-            member = tarfile.TarInfo(name)
-            member.size = len(own)
-            tar.addfile(member, io.BytesIO(own))
+    with tarfile.open(path) as shard:
+        members = [(member.name, shard.extractfile(member).read()) for member in shard]
+    first = next(number for number, (name, _) in enumerate(members) if name.endswith(extension))
+    members[first] = members[first][0], content
+    tar(path, members)
 
 
 def test_a_checkpoint(evalset, tmp_path, marker, refused):

@@ -45,7 +45,7 @@ def seeded(user: str, name: str, method: str, why: str, contract: str, layer: in
     """The seam of a name by which the function `user` builds train data; `method` of the component replaces it."""
     return Seam(
         DATA, name, why, contract,
-        replacement=lambda original, component: getattr(component, method)(original),
+        replacement=lambda original, component: partial(getattr(component, method), original),
         used_by=f"{DATA}:{user}",
         scopes=(TRAIN_DATA,),
         layer=layer,
@@ -72,7 +72,7 @@ class ExactResume(Component):
             why="a resumed epoch resumes at its step, by which OpenCLIP sets learning rates and logs",
             contract="train_one_epoch numbers the batches by the built-in enumerate(dataloader), from which alone it "
             "tells the step",
-            replacement=lambda original, component: component.numbered(original),
+            replacement=lambda original, component: partial(component.numbered, original),
             used_by="open_clip_train.train:train_one_epoch",
         ),
         seeded(
@@ -130,25 +130,20 @@ class ExactResume(Component):
     def columns(self) -> Sequence[str]:
         return (order.NUMBER,)
 
-    def seeded_shuffle(self, original: Callable) -> Callable:
-        def build(**kwargs: Any) -> order.SampleStream:
-            self._stream = order.SampleStream(partial(original, **kwargs), self.args.seed, self.args.rank)
-            return self._stream
+    def seeded_shuffle(self, original: Callable, **kwargs: Any) -> order.SampleStream:
+        self._stream = order.SampleStream(partial(original, **kwargs), self.args.seed, self.args.rank)
+        return self._stream
 
-        return build
+    def seeded_loader(self, original: Callable, dataset: IterableDataset, **kwargs: Any) -> Any:
+        self._seeded_epochs = order.SeededEpochs(dataset, self._stream)
+        return original(self._seeded_epochs, **kwargs)
 
-    def seeded_loader(self, original: Callable) -> Callable:
-        def build(dataset: IterableDataset, **kwargs: Any) -> Any:
-            self._seeded_epochs = order.SeededEpochs(dataset, self._stream)
-            return original(self._seeded_epochs, **kwargs)
+    def seeded_shards(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        worker_seed = partial(order.seed_of_shards, self.args.seed, self.args.rank)
+        return original(*args, worker_seed=worker_seed, **kwargs)
 
-        return build
-
-    def seeded_shards(self, original: Callable) -> Callable:
-        return partial(original, worker_seed=partial(order.seed_of_shards, self.args.seed, self.args.rank))
-
-    def seeded_items(self, original: Callable) -> Callable:
-        return lambda *args, **kwargs: order.SeededItems(original(*args, **kwargs), self.args.seed, self._shared_epoch)
+    def seeded_items(self, original: Callable, *args: Any, **kwargs: Any) -> order.SeededItems:
+        return order.SeededItems(original(*args, **kwargs), self.args.seed, self._shared_epoch)
 
     def data_built(self, data: dict[str, Any]) -> None:
         if "train" not in data:
@@ -176,17 +171,13 @@ class ExactResume(Component):
             # still be copying the last checkpoint.
             self._until.callback(self._request.close)
 
-    def numbered(self, original: Callable) -> Callable:
+    def numbered(self, original: Callable, batches: Any) -> Any:
         """Replaces the loop's `enumerate`: a resumed epoch begins at its step, with the diagnostics of those before."""
-
-        def count(batches: Any) -> Any:
-            shown, self._shown = self._shown, None
-            if shown is not None:  # the loop has set the loss's epoch, which resets them
-                assert self.training.loss is not None
-                self.training.loss.load_diagnostics_state(shown)
-            return original(batches, getattr(batches, "first", 0))
-
-        return count
+        shown, self._shown = self._shown, None
+        if shown is not None:  # the loop has set the loss's epoch, which resets them
+            assert self.training.loss is not None
+            self.training.loss.load_diagnostics_state(shown)
+        return original(batches, getattr(batches, "first", 0))
 
     def epoch(self, epoch: Epoch, train: Callable[[Epoch], None]) -> None:
         self._epoch = epoch

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, Sampler
 
+from training_ext.core.patching import StandIn
 from training_ext.core.rows import Wrapped, pair_of
 from training_ext.core.tags import Tags
 from training_ext.data import seeding
@@ -120,10 +121,6 @@ class LateSampler(Sampler[int]):
         skipped, self._skipped = self._skipped, 0
         return islice(iter(self.sampler), skipped, None)
 
-    def __len__(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]  # torch's class does not declare the length
-
-
 class SeededItems(Wrapped):
     """A map-style data set of OpenCLIP's, whose augmentations draw from the global generators, seeded by row.
 
@@ -142,7 +139,7 @@ class SeededItems(Wrapped):
 
 
 @dataclass
-class ResumableLoader:
+class ResumableLoader(StandIn):
     """A train loader whose epochs can start at any batch, and which seeds this process before each.
 
     Args:
@@ -156,6 +153,8 @@ class ResumableLoader:
         first: number of batches of the epoch that an earlier run completed.
         numbers: number of the latest sample of each stream.
     """
+
+    stands_for = "loader"
 
     loader: Any
     restart: Callable[[Start], None]
@@ -184,13 +183,6 @@ class ResumableLoader:
                 numbers = self.tags.column(pair_of(batch)[1], NUMBER)
                 self.numbers[(done - 1) % self.streams] = int(numbers[-1])
             yield batch
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        # Not `self.loader`, which would come here again: it is absent while a copy or a pickle is being made.
-        return getattr(object.__getattribute__(self, "loader"), name)
 
 
 def seed_of_shards(seed: int, rank: int) -> int:

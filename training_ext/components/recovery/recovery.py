@@ -23,6 +23,7 @@ from open_clip_ext.recovery import FrozenWeights, check_frozen, digest_of, epoch
 from open_clip_ext.surrogates import Identity
 from training_ext.components.recovery import recovered
 from training_ext.core.epoch import Epoch
+from training_ext.core.patching import StandIn
 from training_ext.core.plan import Plan
 from training_ext.core.training import Training
 from training_ext.data import row_folders
@@ -31,13 +32,15 @@ from training_ext.data.seeding import AT_EPOCH, seed_all
 FIRST_EPOCH = 1 << 20  # number of the recovery's first epoch, which seeds the order of the data
 
 
-class ShortLoader:
+class ShortLoader(StandIn):
     """The first `num_batches` batches of a train loader.
 
     Args:
         loader: a train loader with `num_batches` and `num_samples`.
         num_batches: batches to take.
     """
+
+    stands_for = "_loader"
 
     def __init__(self, loader: Any, num_batches: int):
         self.num_samples = round(loader.num_samples * num_batches / loader.num_batches)
@@ -46,13 +49,6 @@ class ShortLoader:
 
     def __iter__(self) -> Iterator[Any]:
         return islice(self._loader, self.num_batches - getattr(self._loader, "first", 0))
-
-    def __len__(self) -> int:
-        return self.num_batches
-
-    def __getattr__(self, name: str) -> Any:
-        # Not `self._loader`, which would come here again: it is absent while a copy or a pickle is being made.
-        return getattr(object.__getattribute__(self, "_loader"), name)
 
 
 class StatisticsRecovery:

@@ -66,7 +66,7 @@ class GeneratedScenes(Component):
         """Replaces OpenCLIP's `SyntheticDataset`."""
         from training_ext.data.scenes import shapes_dataset
 
-        return shapes_dataset(self.args, is_train)
+        return partial(shapes_dataset, self.args, is_train)
 
     def scores(self, evaluation: Evaluation) -> dict[str, float]:
         if self.plan.shards_model or "val" not in evaluation.data or not is_due(self.args, evaluation.epoch):

@@ -32,6 +32,18 @@ def data_parallel(original: Any, run: Any) -> type:
     return DistributedDataParallel
 
 
+def map_style(user: str, name: str) -> Seam:
+    """The seam of a class of data sets that the function `user` builds."""
+    return Seam(
+        DATA, name,
+        why="a sample's tokens end in its row",
+        contract=f"{user} builds {name}(...), whose items are images and tokens by number",
+        replacement=lambda original, run: partial(run.data.map_style, original),
+        used_by=f"{DATA}:{user}",
+        scopes=(TRAIN_DATA,),
+    )
+
+
 SEAMS = (
     Seam(
         MAIN, "parse_args",
@@ -71,22 +83,8 @@ SEAMS = (
         used_by=f"{DATA}:get_data",
         parameters=("data_path", "dataset_type"),
     ),
-    Seam(
-        DATA, "CsvDataset",
-        why="a sample's tokens end in its row",
-        contract="get_csv_dataset builds CsvDataset(path, ...), whose items are images and tokens by line",
-        replacement=lambda original, run: partial(run.data.map_style, original),
-        used_by=f"{DATA}:get_csv_dataset",
-        scopes=(TRAIN_DATA,),
-    ),
-    Seam(
-        DATA, "SyntheticDataset",
-        why="a sample's tokens end in its row",
-        contract="get_synthetic_dataset builds SyntheticDataset(...), whose items are images and tokens by number",
-        replacement=lambda original, run: partial(run.data.map_style, original),
-        used_by=f"{DATA}:get_synthetic_dataset",
-        scopes=(TRAIN_DATA,),
-    ),
+    map_style("get_csv_dataset", "CsvDataset"),
+    map_style("get_synthetic_dataset", "SyntheticDataset"),
     Seam(
         DATA, "tarfile_to_samples_nothrow",
         why="a sample's place in its shard is known only where the tar is read",

@@ -36,16 +36,12 @@ def assign_model_rate(original: Callable, optimizer: torch.optim.Optimizer, new_
         group["lr"] *= group.get("lr_scale", 1.0)
 
 
-def clamped(original: Callable, run: Any) -> Callable:
+def clamped(original: Callable, run: Any, model: torch.nn.Module) -> Any:
     """`unwrap_model` for the clamp after each step: OpenCLIP gets a copy, and logit_scale is clamped here."""
-
-    def unwrap(model: torch.nn.Module) -> Any:
-        logit_scale = original(model).logit_scale
-        if (highest := run.highest_scale()) is not None:
-            logit_scale.clamp_(0, highest)
-        return SimpleNamespace(logit_scale=logit_scale.detach().clone())
-
-    return unwrap
+    logit_scale = original(model).logit_scale
+    if (highest := run.highest_scale()) is not None:
+        logit_scale.clamp_(0, highest)
+    return SimpleNamespace(logit_scale=logit_scale.detach().clone())
 
 
 TIMM = Seam(
@@ -77,7 +73,7 @@ SEAMS = (
         TRAIN, "unwrap_model",
         why="OpenCLIP clamps the temperature after each step, which must not move a fixed one",
         contract="train_one_epoch uses unwrap_model(model) only to clamp its logit_scale",
-        replacement=clamped,
+        replacement=lambda original, run: partial(clamped, original, run),
         used_by=f"{TRAIN}:train_one_epoch",
     ),
     Seam(

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,35 +18,28 @@ def without_wrapper(model: Any) -> torch.nn.Module:
     return getattr(model, "module", model)
 
 
-def train_one_epoch(original: Callable, run: Any) -> Callable:
-    def train(
-        model: torch.nn.Module, data: dict[str, Any], loss: Any, epoch: int, optimizer: torch.optim.Optimizer,
-        scaler: Any, scheduler: Callable, dist_model: Any, args: Namespace, tb_writer: Any = None,
-    ) -> Any:
-        def run_epoch(own: Epoch) -> Any:
-            rest = optimizer, scaler, own.scheduler, dist_model, own.args
-            return original(model, own.data, loss, own.seed, *rest, tb_writer=own.writer)
+def train_one_epoch(
+    original: Callable, run: Any, model: torch.nn.Module, data: dict[str, Any], loss: Any, epoch: int,
+    optimizer: torch.optim.Optimizer, scaler: Any, scheduler: Callable, dist_model: Any, args: Namespace,
+    tb_writer: Any = None,
+) -> Any:
+    def run_epoch(own: Epoch) -> Any:
+        rest = optimizer, scaler, own.scheduler, dist_model, own.args
+        return original(model, own.data, loss, own.seed, *rest, tb_writer=own.writer)
 
-        def content(epochs: int) -> dict[str, Any]:
-            whole = {
-                "epoch": epochs,
-                "name": args.name,
-                "state_dict": getattr(model, "_orig_mod", model).state_dict(),  # without torch.compile's prefix
-                "optimizer": optimizer.state_dict(),
-            }
-            return whole if scaler is None else {**whole, "scaler": scaler.state_dict()}
+    def content(epochs: int) -> dict[str, Any]:
+        whole = {
+            "epoch": epochs,
+            "name": args.name,
+            "state_dict": getattr(model, "_orig_mod", model).state_dict(),  # without torch.compile's prefix
+            "optimizer": optimizer.state_dict(),
+        }
+        return whole if scaler is None else {**whole, "scaler": scaler.state_dict()}
 
-        steps = data["train"].dataloader.num_batches // args.accum_freq
-        return run.events.train_one_epoch(
-            run_epoch,
-            Epoch(
-                run_epoch, epoch, args.epochs, epoch, data, before=epoch * steps,
-                ahead=(args.epochs - epoch - 1) * steps, model=model, optimizer=optimizer, scaler=scaler, task=model,
-                scheduler=scheduler, args=args, writer=tb_writer, content=content,
-            ),
-        )
-
-    return train
+    return run.events.train_one_epoch(
+        run_epoch, epoch, data, args, model=model, optimizer=optimizer, scaler=scaler, task=model,
+        scheduler=scheduler, writer=tb_writer, content=content,
+    )
 
 
 EVENTS = {
@@ -57,7 +51,7 @@ EVENTS = {
         "tb_writer=), before optimizer.state_dict() is saved; it calls set_epoch of data['train'], goes through its "
         "dataloader, calls scheduler(step), and gives the numbers of each step that it logs to "
         "tb_writer.add_scalar('train/' + name, number, step)",
-        replacement=train_one_epoch,
+        replacement=lambda original, run: partial(train_one_epoch, original, run),
         used_by=IN_MAIN,
     ),
     "evaluated": EVALUATE,

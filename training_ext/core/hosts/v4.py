@@ -88,30 +88,25 @@ class LossTask(WithoutCompiledLoss):
             super().clamp_logit_scale(highest)
 
 
-def create_task(original: Callable, run: Any) -> Callable:
+def create_task(original: Callable, run: Any, args: Any, model: torch.nn.Module, **more: Any) -> Any:
     """`create_task` with the run's loss, or OpenCLIP's and those of components."""
-
-    def create(args: Any, model: torch.nn.Module, **more: Any) -> Any:
-        if run.args.uses_ext_loss:
-            return LossTask(model, run.create_loss(original, args), more.get("dist_model"), run.highest_scale)
-        task = original(args, model=model, **more)
-        clamp = task.clamp_logit_scale
-        task.clamp_logit_scale = lambda *rest: None if run.highest_scale() is None else clamp(*rest)
-        if run.adds_losses:
-            losses = run.events.with_added(task.loss)
-            del task.loss  # a module, whose place nothing else can take
-            task.loss = losses
-        return task
-
-    return create
+    if run.args.uses_ext_loss:
+        return LossTask(model, run.create_loss(original, args), more.get("dist_model"), run.highest_scale)
+    task = original(args, model=model, **more)
+    clamp = task.clamp_logit_scale
+    task.clamp_logit_scale = lambda *rest: None if run.highest_scale() is None else clamp(*rest)
+    if run.adds_losses:
+        losses = run.events.with_added(task.loss)
+        del task.loss  # a module, whose place nothing else can take
+        task.loss = losses
+    return task
 
 
-def create_optimizer(original: Callable, run: Any) -> Callable:
-    def create(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        # The parameters of the wrapped model, since FSDP replaces those that were created.
-        return run.prepare_optimizer(original(module, *args, **kwargs), unwrap_model(module))
-
-    return create
+def create_optimizer(
+    original: Callable, run: Any, module: torch.nn.Module, *args: Any, **kwargs: Any
+) -> torch.optim.Optimizer:
+    # The parameters of the wrapped model, since FSDP replaces those that were created.
+    return run.prepare_optimizer(original(module, *args, **kwargs), unwrap_model(module))
 
 
 SEAMS = (
@@ -128,7 +123,7 @@ SEAMS = (
         why="the loss itself, in a CLIPTask that clamps the temperature as the loss asks",
         contract="main calls create_task(args, model=, dist_model=, naflex_data_config=) once, before it wraps the "
         "model, whose task it trains by prepare_batch, task(batch), compute_accum_loss and clamp_logit_scale",
-        replacement=create_task,
+        replacement=lambda original, run: partial(create_task, original, run),
         used_by=IN_MAIN,
         parameters=("model", "dist_model"),
     ),
@@ -136,7 +131,7 @@ SEAMS = (
         MAIN, "create_optimizer",
         why="the temperature and components have groups of their own",
         contract="main builds its optimizer by create_optimizer(trainable_module, ...), after the model is wrapped",
-        replacement=create_optimizer,
+        replacement=lambda original, run: partial(create_optimizer, original, run),
         used_by=IN_MAIN,
     ),
     Seam(

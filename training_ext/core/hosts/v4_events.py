@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from open_clip.task import get_model_from_task, save_checkpoint
@@ -16,30 +17,23 @@ from training_ext.core.seam import Seam
 without_wrapper = get_model_from_task  # the model within the task that is evaluated
 
 
-def train_one_epoch(original: Callable, run: Any) -> Callable:
-    def train(state: TrainState, data: dict[str, Any], args: Namespace, tb_writer: Any = None) -> Any:
-        def run_epoch(own: Epoch) -> Any:
-            # A component's own epoch gets its own counters, not the training's.
-            besides = replace(state, epoch=own.seed, scheduler=own.scheduler, losses_ema={})
-            return original(state if own.is_training else besides, own.data, own.args, tb_writer=own.writer)
+def train_one_epoch(
+    original: Callable, run: Any, state: TrainState, data: dict[str, Any], args: Namespace, tb_writer: Any = None
+) -> Any:
+    def run_epoch(own: Epoch) -> Any:
+        # A component's own epoch gets its own counters, not the training's.
+        besides = replace(state, epoch=own.seed, scheduler=own.scheduler, losses_ema={})
+        return original(state if own.is_training else besides, own.data, own.args, tb_writer=own.writer)
 
-        def content(epochs: int) -> dict[str, Any]:
-            counters = {"global_step": state.global_step, "samples_seen": state.samples_seen}
-            rest = {"scaler": state.scaler, "name": args.name, **counters}
-            return save_checkpoint(state.task, state.optimizer, epochs, **rest)
+    def content(epochs: int) -> dict[str, Any]:
+        counters = {"global_step": state.global_step, "samples_seen": state.samples_seen}
+        rest = {"scaler": state.scaler, "name": args.name, **counters}
+        return save_checkpoint(state.task, state.optimizer, epochs, **rest)
 
-        steps, epoch = data["train"].dataloader.num_batches // args.accum_freq, state.epoch
-        return run.events.train_one_epoch(
-            run_epoch,
-            Epoch(
-                run_epoch, epoch, args.epochs, epoch, data, before=epoch * steps,
-                ahead=(args.epochs - epoch - 1) * steps, model=state.task.trainable_module, optimizer=state.optimizer,
-                scaler=state.scaler, task=state.task, scheduler=state.scheduler, args=args, writer=tb_writer,
-                content=content,
-            ),
-        )
-
-    return train
+    return run.events.train_one_epoch(
+        run_epoch, state.epoch, data, args, model=state.task.trainable_module, optimizer=state.optimizer,
+        scaler=state.scaler, task=state.task, scheduler=state.scheduler, writer=tb_writer, content=content,
+    )
 
 
 EVENTS = {
@@ -52,7 +46,7 @@ EVENTS = {
         "set_epoch of data['train'], goes through its dataloader, calls scheduler(step), and gives the numbers of a "
         "step, on those of --log-metric-every-n-steps, too, to tb_writer.add_scalar('train/' + name, number, step); of "
         "the losses it takes what items() gives, on every process",
-        replacement=train_one_epoch,
+        replacement=lambda original, run: partial(train_one_epoch, original, run),
         used_by=IN_MAIN,
     ),
     "evaluated": EVALUATE,

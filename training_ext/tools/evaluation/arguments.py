@@ -1,23 +1,19 @@
 """The command line of the commands that read checkpoints, and their processes."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from open_clip_train.distributed import init_distributed_device
 
+from open_clip_ext.distributed import object_of_first
 from open_clip_ext.errors import InputError
 from training_ext.core.plan import world_info
 
 Checked = TypeVar("Checked")
-
-
-class Parser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(message)
 
 
 def numbers(
@@ -43,11 +39,9 @@ def checked_by_first(args: Namespace, check: Callable[[], Checked]) -> Iterator[
 
     As in the training, the others wait for it in the process group, so that one line tells what is wrong.
     """
-    results: list[Any] = [check() if world_info()[1] == 0 else None]
+    checked: Any = check() if world_info()[1] == 0 else None
     device = init_distributed_device(args)
-    if args.distributed:
-        dist.broadcast_object_list(results, src=0)
-    yield device, results[0]
+    yield device, object_of_first(checked)
     if args.distributed:
         dist.barrier()
         dist.destroy_process_group()

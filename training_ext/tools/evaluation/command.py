@@ -11,11 +11,12 @@ import torch
 from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.files import whole_file
 from open_clip_ext.retrieval import RECALLS
+from training_ext.core.flags import OneLineParser
 from training_ext.scoring.inference import Encoder
 from training_ext.scoring.pictures import write_confusion
 from training_ext.scoring.scores import open_task, score
 from training_ext.scoring.tasks import OWN, OWN_PAIRS, averages, own_task
-from training_ext.tools.evaluation.arguments import Parser, checked_by_first
+from training_ext.tools.evaluation.arguments import checked_by_first
 from training_ext.tools.evaluation.models import load_model
 from training_ext.tools.evaluation.plan import ALPHAS, LINES, Column, Plan, check, digest_of
 from training_ext.tools.evaluation.results import Row, table
@@ -30,7 +31,7 @@ def parse(argv: list[str]) -> Namespace:
     Raises:
         InputError: a wrong flag.
     """
-    parser = Parser(
+    parser = OneLineParser(
         prog=PROG,
         allow_abbrev=False,
         description="Scores checkpoints zero-shot on those of the 38 DataComp tasks that a folder has, on your own "

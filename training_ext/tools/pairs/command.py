@@ -9,10 +9,10 @@ from pathlib import Path
 
 from open_clip_ext.errors import InputError, fault_of_machine
 from open_clip_ext.files import InUseError, only_user, whole_file
+from training_ext.core.flags import OneLineParser
 from training_ext.data.epochs import steps_per_epoch
 from training_ext.data.settings import setting_for
 from training_ext.openclip.machine import check_writable
-from training_ext.tools.evaluation.arguments import Parser
 from training_ext.tools.pairs.shards import SIZES, pattern, why_unfit
 from training_ext.tools.pairs.sheet import draw, opened
 from training_ext.tools.pairs.sources import HELD_OUT, LeftOut, Pair, drawn, find_sources
@@ -30,7 +30,7 @@ def parse(argv: list[str]) -> Namespace:
     Raises:
         InputError: a wrong flag.
     """
-    parser = Parser(
+    parser = OneLineParser(
         prog="open_clip_ext.make_shards", allow_abbrev=False,
         description="Writes your own images and captions as webdataset shards that OpenCLIP trains on.",
     )

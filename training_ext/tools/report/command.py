@@ -10,15 +10,16 @@ import torch.distributed as dist
 from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import AT_LEAST_1, WithOptions, option
+from training_ext.core.flags import OneLineParser
 from training_ext.data.reading import source_of
 from training_ext.flags import params, preflight
-from training_ext.tools.evaluation.arguments import Parser, checked_by_first, numbers
+from training_ext.tools.evaluation.arguments import checked_by_first, numbers
+from training_ext.tools.evaluation.models import experiment_of
 from training_ext.tools.report.embeddings import embed, read
 from training_ext.tools.report.inputs import (
     Saved,
     check,
     check_data_of_recipe,
-    default_folder,
     embeddings_digest,
     training_flags,
 )
@@ -59,7 +60,7 @@ def parse(argv: list[str]) -> tuple[Namespace, Namespace]:
         InputError: a wrong flag or value.
     """
     # With abbreviations --batch-size would mean --batch-sizes.
-    parser = Parser(
+    parser = OneLineParser(
         prog=PROG,
         allow_abbrev=False,
         description="Compares the estimated log-normalizers of a checkpoint with the true ones over all train data.",
@@ -78,7 +79,8 @@ def parse(argv: list[str]) -> tuple[Namespace, Namespace]:
     if options.taus:
         expected = "numbers from 0.001 to 10 such as 0.02,0.05"
         options.taus = sorted(numbers(options.taus, float, "--taus", expected, lambda tau: 1e-3 <= tau <= 10))
-    options.out = options.out or default_folder(options.checkpoint)
+    name = os.path.splitext(os.path.basename(options.checkpoint))[0]
+    options.out = options.out or os.path.join(experiment_of(options.checkpoint), "normalizers", name)
     args = params.parse_args(training_flags(options.checkpoint, training_words))
     check_data_of_recipe(args, training_words)
     if args.dry_run:

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -104,7 +103,7 @@ def embed(model: torch.nn.Module, source: Source, folder: str, num_rows: int, ar
         for block in block_numbers if not is_whole(path_of(folder, block))
     }
     workers = min(args.workers, len(blocks))
-    loader = DataLoader(Blocks(source, blocks, args.batch_size), batch_size=None, num_workers=workers, collate_fn=_same)
+    loader = DataLoader(Blocks(source, blocks, args.batch_size), batch_size=None, num_workers=workers)
     parts: dict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
     total = sum(map(len, blocks.values()))
     with tqdm(total=total, desc="Embedding", unit=" pairs", disable=args.rank != 0 or not blocks) as bar:
@@ -124,10 +123,6 @@ def embed(model: torch.nn.Module, source: Source, folder: str, num_rows: int, ar
                 file.write(safetensors.torch.save(tensors, {PROBLEM: (problem or "") if left_out else ""}))
 
 
-def _same(batch: Any) -> Any:
-    return batch
-
-
 def embed_batch(model: torch.nn.Module, batch: Batch, args: Namespace) -> tuple[Tensor, Tensor]:
     """Float32 unit vectors of images and texts on the CPU, (b, d) each."""
     rows, images, tokens = batch
@@ -135,7 +130,7 @@ def embed_batch(model: torch.nn.Module, batch: Batch, args: Namespace) -> tuple[
     images = images.to(device=device, dtype=get_input_dtype(args.precision), non_blocking=True)
     with get_autocast(args.precision, **taken(get_autocast, device_type=device.type))():
         outputs = model(images, tokens.to(device=device, non_blocking=True))
-    features = (outputs["image_features"], outputs["text_features"]) if isinstance(outputs, dict) else outputs[:2]
+    features = (outputs[f"{side}_features"] for side in ("image", "text"))
     image, text = (normalize(side.float(), dim=1).cpu() for side in features)
     if not (image.isfinite().all() and text.isfinite().all()):
         raise InputError(f"its embeddings of rows {rows[0]} to {rows[-1]} are not finite", "--checkpoint")

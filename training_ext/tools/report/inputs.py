@@ -199,11 +199,6 @@ def embeddings_digest(args: Namespace, data: Data, saved: Saved, transform: Any)
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 
-def default_folder(path: str) -> str:
-    """For example EXPERIMENT/normalizers/epoch_3 for EXPERIMENT/checkpoints/epoch_3.pt."""
-    return os.path.join(experiment_of(path), "normalizers", os.path.splitext(os.path.basename(path))[0])
-
-
 def training_flags(path: str, command_line: list[str]) -> list[str]:
     """`--recipe` with the recipe.yaml of the run that wrote a checkpoint, then `command_line`, which overrides it.
 

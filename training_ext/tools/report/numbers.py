@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
 from open_clip_ext.diagnostics import exact
+from open_clip_ext.distributed import all_gather_object
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.normalizers import BatchNormalizer
 from training_ext.core.plan import global_batch
@@ -128,11 +128,7 @@ def in_parts(
     if len(local_places):
         with tqdm(total=len(local_places), desc=label, unit=" anchors", unit_scale=True, disable=args.rank != 0) as bar:
             values = function(local_places, progress=bar.update, **more).cpu()
-    if not args.distributed:
-        return values
-    parts: list[Any] = [None] * args.world_size
-    dist.all_gather_object(parts, values)
-    return torch.cat(parts, dim=1)
+    return torch.cat(all_gather_object(values), dim=1)
 
 
 def mean_and_std(values: Tensor) -> dict[str, float]:
