@@ -82,7 +82,7 @@ class GlobalContrastiveLoss(ComposedLoss):
     )
     consistency: float = option(0.0, "weight of CyCLIP's consistency, times 2 tau", **NOT_NEGATIVE)
     reference_gap: bool = option(
-        False, "subtract a frozen reference model's similarity gaps, from --distill-model (DRRho-CLIP)", in_state=True
+        False, "subtract the similarity gaps of a frozen --distill-model (DRRho-CLIP)", in_state=True
     )
     kernels: str = KERNELS
     trains_logit_scale = False  # the temperature decides

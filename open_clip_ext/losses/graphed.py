@@ -11,7 +11,7 @@ from open_clip_ext.losses.base import Loss
 from open_clip_ext.options import option
 from open_clip_ext.step_graph import StepGraph
 
-LOSS_GRAPH = option(False, "on one GPU, launch the loss and its gradient as one CUDA graph")
+LOSS_GRAPH = option(False, "launch a step's loss as one CUDA graph")
 
 
 class GraphedLoss(Loss):

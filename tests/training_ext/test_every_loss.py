@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from open_clip_ext import list_losses
-from open_clip_ext.losses import base
 from open_clip_ext.losses.accumulation import FirstCall
 
 EVERY = [preset.name for preset in list_losses()]
@@ -56,8 +55,8 @@ def test_siglips_bias_moves_in_16_bits(run):
 def test_accumulation_takes_the_steps_of_the_whole_batch(run, name, monkeypatch):
     """Three steps on the same pairs in the same order; but for the last bits weights and tables are equal. The loss is
     computed once in each."""
-    computed = []
-    monkeypatch.setattr(base, "FirstCall", lambda *args: computed.append(1) or FirstCall(*args))
+    computed, compute = [], FirstCall.of
+    monkeypatch.setattr(FirstCall, "of", lambda *args: computed.append(1) or compute(*args))
     accumulated, plain = (
         run(form, f"{options(name)} {BY_GRADIENTS} {FORMS[form]}") for form in ("accumulated", "plain")
     )
