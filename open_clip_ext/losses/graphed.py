@@ -11,8 +11,6 @@ from open_clip_ext.losses.base import Loss
 from open_clip_ext.options import option
 from open_clip_ext.step_graph import StepGraph
 
-LOSS_GRAPH = option(False, "launch a step's loss as one CUDA graph")
-
 
 class GraphedLoss(Loss):
     """Base of the losses whose `compute` launches the same operations in each step of an epoch.
@@ -20,7 +18,7 @@ class GraphedLoss(Loss):
     A subclass passes what is for the host alone to `_graph.on_host`.
     """
 
-    loss_graph: bool = LOSS_GRAPH
+    loss_graph: bool = option(False, "launch a step's loss as one CUDA graph")
 
     def __init__(self, accum_freq: int = 1, validate: bool = False, **options: Any):
         super().__init__(accum_freq, validate, **options)
