@@ -40,5 +40,5 @@ def train(run: Run) -> None:
         fault = fault_of_machine(error, Plan(run.args).folder)
         if fault is None:
             raise
-        kind = MachineError if run.training.steps.made else InputError
+        kind = MachineError if run.training.steps else InputError
         raise kind(f"{fault}{last_saved(run.args)}") from None

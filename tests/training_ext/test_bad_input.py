@@ -367,7 +367,7 @@ def test_steps_that_the_gradient_scaler_skips(run, stopped, datasets, encode_tex
     assert [epoch for epoch, _ in experiment.logged()] == [epoch for epoch in range(3) for _ in range(logged[epoch])]
     assert "mean loss nan" not in experiment.log
     assert all(weights.isfinite().all() for weights in experiment.checkpoint(3)["state_dict"].values())
-    monkeypatch.setattr("training_ext.core.steps.MOST_IN_A_ROW", 4)
+    monkeypatch.setattr("training_ext.core.skipped_step.LEAST_SCALE", 2.0**12)
     line, saved = stopped(flags)
     assert re.match(rf"step \d: {name}; lower --lr", line) and len(calls) == last + 5 and not saved
 

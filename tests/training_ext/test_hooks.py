@@ -16,8 +16,8 @@ from training_ext.core import hosts
 from training_ext.core.patching import look_up
 from training_ext.core.run import check_seams
 from training_ext.core.seam import RUN, TRAIN_DATA, VAL_DATA, in_place
+from training_ext.core.skipped_step import LEAST_SCALE, pass_over
 from training_ext.core.state import check_finite
-from training_ext.core.steps import OptimizerSteps
 from training_ext.data.rows import DataRows
 from training_ext.data.shards import Shards
 from training_ext.flags.params import parse_args
@@ -137,19 +137,15 @@ def test_the_table_is_printed_by_component(capsys):
 
 
 def test_what_is_passed_over():
-    """A NaN of a step that the optimizer has not made, if the weights are finite."""
-    model, steps, error = torch.nn.Linear(2, 2), OptimizerSteps(), NonFiniteError("step 1: the loss is nan")
-    optimizer = torch.optim.SGD(model.parameters())
-    steps.count(optimizer)
-    optimizer.step()
-    steps.end_step()
-    with pytest.raises(NonFiniteError, match="step 1"):
-        steps.pass_over(error, model)
-    steps.end_step()
-    steps.pass_over(error, model)
+    """A NaN of a step that a gradient scaler skips, if the weights are finite."""
+    model, error, amp = torch.nn.Linear(2, 2), NonFiniteError("step 1: the loss is nan"), torch.amp.GradScaler
+    pass_over(error, model, amp("cpu"))
+    for scaler in (None, amp("cpu", enabled=False), amp("cpu", init_scale=LEAST_SCALE / 2)):
+        with pytest.raises(NonFiniteError, match="step 1"):
+            pass_over(error, model, scaler)
     model.bias.data[1] = torch.nan
     with pytest.raises(NonFiniteError, match="step 1"):
-        steps.pass_over(error, model)
+        pass_over(error, model, amp("cpu"))
 
 
 class Reads(TorchDispatchMode):

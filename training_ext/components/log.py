@@ -161,9 +161,8 @@ class Log(Component):
         own = self.training.loss
         loss = numbers["loss" if own is None else own.value_name]
         if not math.isfinite(loss):
-            self.training.check_finite()  # with this package's losses it names the tensor
-            problem = NonFiniteError(f"step {epoch.before + step}: the loss is {loss}")
-            return self.training.steps.pass_over(problem, self.training.model)
+            # This package's losses name the tensor in its place.
+            return self.training.check_finite(NonFiniteError(f"step {epoch.before + step}: the loss is {loss}"))
         self._numbers = numbers
         self._losses.append(loss)
         self._at_chance += [numbers[AT_CHANCE]] if AT_CHANCE in numbers else []

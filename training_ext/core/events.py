@@ -85,6 +85,7 @@ class Events:
         for component in reversed(self.run.components):
             run = partial(component.epoch, train=run)
         self.run.begin()
+        self.run.training.scaler = trained["scaler"]
         steps = data["train"].dataloader.num_batches // args.accum_freq
         run(Epoch(
             run, number, args.epochs, number, data, before=number * steps, ahead=(args.epochs - number - 1) * steps,

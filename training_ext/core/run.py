@@ -109,7 +109,6 @@ class Run:
         """
         inner = getattr(optimizer, "_base_optimizer", optimizer)  # timm's Lookahead calls no hooks of its own
         self.training.optimizer = inner
-        self.training.steps.count(inner)
         if self.components:
             self.events.regroup(inner, model)
         if trains_logit_scale(self.args):
@@ -184,7 +183,7 @@ class Run:
         Raises:
             NonFiniteError: a value of an earlier step was not finite, and the step was not skipped.
         """
-        self.training.steps.end_step()
+        self.training.steps += 1
         # Every process: wrong norms, and in `amorlip` NaN, are seen only by the process with them
         if (step - 1) % self.args.log_every_n_steps == 0:
             self.training.check_finite()

@@ -1,11 +1,10 @@
 """What components see of a run: `Training`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from open_clip_ext.losses import Loss, NonFiniteError
-from training_ext.core.steps import OptimizerSteps
 
 
 @dataclass
@@ -20,7 +19,8 @@ class Training:
         loss: of this package; None with OpenCLIP's own.
         new_loss: builds one like it.
         transform, tokenizer: of the evaluated model.
-        steps: those that the optimizer has made.
+        scaler: the GradScaler of the epoch; None without.
+        steps: of the loop, that this process has made.
     """
 
     components: Sequence[Any]
@@ -32,17 +32,19 @@ class Training:
     loss: Loss | None = None
     transform: Any = None
     tokenizer: Any = None
-    steps: OptimizerSteps = field(default_factory=OptimizerSteps)
+    scaler: Any = None
+    steps: int = 0
 
-    def check_finite(self) -> None:
-        """Look for a NaN or an infinity that this package's loss has met since the last call.
-
-        Raises:
-            NonFiniteError: there is one, see `OptimizerSteps.pass_over`.
+    def check_finite(self, problem: NonFiniteError | None = None) -> None:
+        """Raise NonFiniteError if this package's loss has met a NaN or an infinity since the last call, or else for the
+        `problem`; not if the gradient scaler has skipped that step, see `skipped_step.pass_over`.
         """
-        if self.loss is None:
-            return
         try:
-            self.loss.raise_if_not_finite()
+            if self.loss is not None:
+                self.loss.raise_if_not_finite()
         except NonFiniteError as error:
-            self.steps.pass_over(error, self.model)
+            problem = error
+        if problem is not None:
+            from training_ext.core.skipped_step import pass_over
+
+            pass_over(problem, self.model, self.scaler)

@@ -1,0 +1,36 @@
+"""Whether a run goes on after a NaN: if the gradient scaler of `--precision amp` has skipped that step."""
+
+import logging
+from typing import Any
+
+import torch
+
+from open_clip_ext.distributed import rank
+from open_clip_ext.losses import NonFiniteError
+
+# A scaler halves its scale, at first 2^16, at each step that it skips. Below float16's smallest number no gradient is
+# left that a smaller scale could save.
+LEAST_SCALE = 2.0**-24
+
+
+def pass_over(error: NonFiniteError, model: torch.nn.Module, scaler: Any) -> None:
+    """Warn of a step that was not finite and was skipped, as OpenCLIP goes on; one process may call this alone.
+
+    Args:
+        error: names the step.
+        scaler: a GradScaler, or None.
+
+    Raises:
+        NonFiniteError: `error`: no scaler, one whose scale is below `LEAST_SCALE`, or a weight that is not finite.
+    """
+    skips = scaler is not None and scaler.is_enabled() and scaler.get_scale() >= LEAST_SCALE
+    if not (skips and are_finite(model)):
+        raise error
+    if rank() == 0:
+        logging.warning(f"{error}; the gradient scaler has skipped it, and the training goes on")
+
+
+def are_finite(model: torch.nn.Module) -> bool:
+    """Whether all weights are, or this process's shards of them; waits for the device once."""
+    own = (weights.to_local() if hasattr(weights, "to_local") else weights for weights in model.parameters())
+    return bool(torch.stack([weights.isfinite().all() for weights in own]).all())
