@@ -162,7 +162,7 @@ def later(evidence, name: str) -> tuple:
     return declared, results, report, (ROOT / f"docs/evidence/{name}.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["components", "glyphs", "gpu", "positives", "towers"])
+@pytest.mark.parametrize("name", ["components", "defaults", "glyphs", "gpu", "positives", "towers"])
 def test_the_later_grids_tables_follow_from_the_results(evidence, name):
     declared, results, report, page = later(evidence, name)
     rows = list(results.values())
@@ -181,6 +181,9 @@ def test_the_later_grids_tables_follow_from_the_results(evidence, name):
     [
         ("positives", "neighbours.md", "## Several positives", "\n## ", 2),
         ("gpu", "results.md", "| 256 pairs or more |", "\n", 4),
+        ("defaults", "results.md", "[no flag](evidence/defaults.md)", "\n", 4),
+        ("defaults", "results.md", "7,706 icons, no flag", "\n", 2),
+        ("defaults", "../README.md", "](docs/evidence/defaults.md)", "\n- ", 2),
     ],
 )
 def test_what_other_pages_say_of_a_later_grid_follows_from_its_results(evidence, name, page, start, end, count):
