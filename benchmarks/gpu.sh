@@ -25,7 +25,7 @@ if [[ -n ${TINY:-} ]]; then
     models=("ViT-shapes-tiny 4") consecutive=2 cases=("ViT-shapes-tiny 4 neuclip")
     parity=(--batch-size 16 --dim 16 -m 64 --num-samples 200 --steps 4)
     demo=(--samples 512 --epochs 1 --batch 8 --processes 1) epochs=1 samples=64 batches="16" warmup=1
-    graphs=(--batch-sizes 16 --dims 16 -m 64 --num-samples 1000) small=4
+    graphs=(--batch-sizes 16 --dims 16 -m 64 --num-samples 1000) graphed=fastclip-v3 small=4
     pairs=(--train-num-samples 64 --batch-size 4)
     kernels=(--batch-sizes 70 --size 64 --dim 32 --processes 0) fused=(--batch-sizes 16 --dims 16 --num-samples 100)
 else
@@ -40,6 +40,7 @@ else
     demo=(--processes 1 --batch 128) epochs=10 samples=${ICONS_SAMPLES:-20000} batches="1024 512 256 128 64 32" warmup=500
     pairs=(--train-num-samples 20000 --batch-size 128)
     graphs=(--batch-sizes 64 512 4096 8192) small="32 64 128"
+    graphed="clip-chunked siglip-chunked fastclip-v3 neuclip"
     kernels=() fused=(--batch-sizes 2048 4096 8192 16384 65536)
 fi
 common=(--device "$device" --seconds "$seconds")
@@ -67,11 +68,11 @@ graph() {  # --no-npn-graph: whether each bit is as with it, then times of the u
             --prototypes 4096 --consecutive "$consecutive" --losses neuclip "neuclip, no graph" --json "$OUT/graph-steps.json"
 }
 loss_graph() {  # --loss-graph: whether each bit is as without it, then times of losses and of whole steps
-    local losses=(clip-chunked "clip-chunked, loss graph" siglip-chunked "siglip-chunked, loss graph" fastclip-v3
-        "fastclip-v3, loss graph" neuclip "neuclip, loss graph")
-    "$PYTHON" -m pytest -q -p no:cacheprovider tests/open_clip_ext/test_step_graph.py &&
-        "$PYTHON" benchmarks/loss.py --device "$device" --seconds 0.5 "${graphs[@]}" --losses "${losses[@]}" \
-            --json "$OUT/loss-graph.json" || return 1
+    local losses=() name
+    for name in $graphed; do losses+=("$name" "$name, loss graph"); done
+    [[ $device == cpu ]] || "$PYTHON" -m pytest -q -p no:cacheprovider tests/open_clip_ext/test_step_graph.py || return 1
+    "$PYTHON" benchmarks/loss.py --device "$device" --seconds 0.5 "${graphs[@]}" --losses "${losses[@]}" \
+        --json "$OUT/loss-graph.json" || return 1
     for size in $small; do
         "$PYTHON" benchmarks/step_time.py "${common[@]}" --model "${models[0]% *}" --batch-size "$size" --precision "$precision" \
             --prototypes 4096 --consecutive "$consecutive" --losses "${losses[@]}" --json "$OUT/loss-graph-$size.json" || return 1
@@ -158,7 +159,7 @@ for part in "${@:-}"; do
         start=$SECONDS
         # timeout cannot run a function, so it runs a shell, which gets the arrays, since these cannot be exported.
         if ! timeout "$LIMIT" bash -c "$(declare -p PYTHON OUT device precision seconds sizes network kernels fused rows models cases \
-            graphs small consecutive parity demo epochs samples batches warmup pairs common); $name"; then
+            graphs graphed small consecutive parity demo epochs samples batches warmup pairs common); $name"; then
             echo "$name: failed"
             failed=$((failed + 1))
         fi

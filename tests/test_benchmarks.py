@@ -129,6 +129,7 @@ GPU_PARTS = {  # and what the figures of each look like
     "kernels": r"^ *global .* True\n(.*\n)*.*\n *fastclip-v3, fused .*\d\.\d\d",
     "network": r"^ *16 .*\d\.\d\d",
     "graph": r"^ *16 .* equal .*\n(.*\n)*neuclip, no graph .*\d\.\d\d",
+    "loss_graph": r"^ *fastclip-v3, loss graph .*\d\.\d\d.*\n(.*\n)*.*fastclip-v3, loss graph .*\d\.\d\d",
     "processes": r"gloo, neuclip --npn-split:\n.* 8/8 loss \d",
     "icons": r"batch 16, fastclip-v3 --rho 6.5:\n.*Eval Epoch: 1 .*\d\.\d\d",
     "rows": r"^ *10,000 .*\d\.\d\d",
