@@ -297,7 +297,7 @@ class Loss(LossState):
         if (problem := self._non_finite.problem()) is None:
             self._raise_input_errors()
             return
-        self._non_finite = FirstSteps()
+        self._non_finite, self._input_errors = FirstSteps(), FirstSteps()  # an infinite vector is no unit vector, too
         step, tensor_name = problem
         if tensor_name == "index":
             raise ValueError(f"index: step {step} has a row outside [0, {self.num_samples})")
