@@ -161,7 +161,7 @@ class Log(Component):
         own = self.training.loss
         loss = numbers["loss" if own is None else own.value_name]
         if not math.isfinite(loss):
-            # This package's losses name the tensor in its place.
+            # This package's losses have named the tensor at the end of the step.
             return self.training.check_finite(NonFiniteError(f"step {epoch.before + step}: the loss is {loss}"))
         self._numbers = numbers
         self._losses.append(loss)

@@ -34,17 +34,18 @@ class Training:
     tokenizer: Any = None
     scaler: Any = None
     steps: int = 0
+    passed_over = -1  # the number of steps at the latest NaN of a skipped one
 
     def check_finite(self, problem: NonFiniteError | None = None) -> None:
         """Raise NonFiniteError if this package's loss has met a NaN or an infinity since the last call, or else for the
-        `problem`; not if the gradient scaler has skipped that step, see `skipped_step.pass_over`.
-        """
+        `problem`; not if the gradient scaler has skipped that step, see `skipped_step.pass_over`."""
         try:
             if self.loss is not None:
                 self.loss.raise_if_not_finite()
         except NonFiniteError as error:
             problem = error
-        if problem is not None:
+        if problem is not None and self.passed_over < self.steps:
             from training_ext.core.skipped_step import pass_over
 
             pass_over(problem, self.model, self.scaler)
+            self.passed_over = self.steps
