@@ -75,14 +75,14 @@ class StepGraph:
         if kind != self._kind:
             self._kind, self._held, self._inputs = kind, depends_on, {}
             return step(**inputs)
-        given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+        tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         if not self._inputs:
             try:
-                self._capture(step, given, inputs, optimizers)
+                self._capture(step, tensors, inputs, optimizers)
             except RuntimeError as error:
                 self.give_up(str(error).strip().partition("\n")[0])
                 return step(**inputs)
-        for name, tensor in given.items():
+        for name, tensor in tensors.items():
             self._inputs[name].copy_(tensor, non_blocking=True)
         self.graph.replay()
         for count, updates in self._counts:
@@ -92,13 +92,13 @@ class StepGraph:
         return self.result
 
     def _capture(
-        self, step: Callable[..., Any], given: dict[str, Tensor], inputs: Mapping[str, Tensor | None],
+        self, step: Callable[..., Any], tensors: dict[str, Tensor], inputs: Mapping[str, Tensor | None],
         optimizers: list[torch.optim.Optimizer],
     ) -> None:  # fmt: skip
-        device = next(iter(given.values())).device
+        device = next(iter(tensors.values())).device
         if device.type != DEVICE:
             raise RuntimeError(f"on {device.type}")
-        self._inputs = {name: tensor.detach().to(device, copy=True) for name, tensor in given.items()}
+        self._inputs = {name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()}
         self._actions = []
         groups = [group for one in optimizers for group in one.param_groups]
         counts = [state["step"] for one in optimizers for state in one.state.values()]
@@ -109,8 +109,8 @@ class StepGraph:
         try:
             self.graph = torch.cuda.CUDAGraph()
             # The loader's thread that pins memory may call CUDA meanwhile.
-            how: dict[str, Any] = dict(stream=torch.cuda.Stream(device), capture_error_mode="thread_local")
-            with torch.cuda.graph(self.graph, **how):
+            stream = torch.cuda.Stream(device)
+            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                 self.result = step(**dict.fromkeys(inputs) | self._inputs)
         finally:
             self.capturing = False

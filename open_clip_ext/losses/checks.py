@@ -72,17 +72,17 @@ def check_int64(name: str, values: Any, batch: int) -> None:
         raise ValueError(f"{name} must be int64 of shape ({batch},); got {values.dtype} of {tuple(values.shape)}")
 
 
-def checked_keys(loss: Any, batch: int, **keys: Tensor | None) -> dict[str, Tensor]:
+def checked_keys(loss: Any, batch: int, **arguments: Tensor | None) -> dict[str, Tensor]:
     """The keys that were given, by name; raise ValueError if the loss does not take one, or for two of them."""
     takes = {"key": loss.takes_keys, "positive_key": loss.takes_positives}
-    given = {name: values for name, values in keys.items() if values is not None}
-    for name, values in given.items():
+    keys = {name: values for name, values in arguments.items() if values is not None}
+    for name, values in keys.items():
         if not takes[name]:
             raise ValueError(f"{name}: this {loss.name} loss, with its settings, takes no keys")
         check_int64(name, values, batch)
-    if len(given) == 2:
+    if len(keys) == 2:
         raise ValueError("positive_key: with a key, too; give one of the two")
-    return given
+    return keys
 
 
 def check_equal_batches(features: Tensor, before: int | None) -> None:

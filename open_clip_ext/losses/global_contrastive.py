@@ -11,7 +11,6 @@ Both directions are summed, and rho has that scale, as in the papers; FastCLIP's
 With a `positive_key` the anchor's loss is the mean of those with each of its positives as s_ii (`kernels.positives`).
 """
 
-import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -196,7 +195,7 @@ class GlobalContrastiveLoss(ComposedLoss):
         if update_state:
             self._of_step = of_step
             if batch.keys is None:  # it compares anchors with later samples and ignores keys
-                self.online_error.observe(copy.copy(batch), all_alpha)  # whose cache a graph's replay would not renew
+                self.online_error.observe(batch, all_alpha)
 
     def mixed(self, alpha: Tensor, log_batch: Tensor) -> Tensor:
         """Mix the batch's own estimate L into the estimator's alpha, (2, b), and bound exp(L - alpha)."""

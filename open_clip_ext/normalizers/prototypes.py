@@ -153,9 +153,9 @@ class Prototypes(RingNormalizer, NPN):
         depends_on = self.network.optimizer, self.surrogate, self.keys
         return self.update_graph.run(self._train_on, inputs, depends_on).clone()
 
-    def _train_on(self, all_image: Tensor, all_text: Tensor, all_tau: Tensor, **others: Tensor) -> Tensor:
+    def _train_on(self, all_image: Tensor, all_text: Tensor, all_tau: Tensor, **values: Tensor) -> Tensor:
         batch = Batch(all_image, all_text, all_tau, all_image, all_text, all_tau)
-        vars(batch).update(others)
+        vars(batch).update(values)
         return super()._train(batch)
 
     @property

@@ -366,6 +366,7 @@ def test_steps_that_the_gradient_scaler_skips(run, stopped, datasets, encode_tex
     name = "the loss is nan" if loss == "clip" else "text_features is not finite"
     for step in (2, 6, 14):
         assert experiment.log.count(f"step {step}: {name}; the gradient scaler has skipped it") == 1
+    assert experiment.log.count("the gradient scaler has skipped it") == 3
     assert [epoch for epoch, _ in experiment.logged()] == [epoch for epoch in range(3) for _ in range(logged[epoch])]
     assert "mean loss nan" not in experiment.log
     assert all(weights.isfinite().all() for weights in experiment.checkpoint(3)["state_dict"].values())
