@@ -26,11 +26,11 @@ def inputs_of(model: str, pretrained: str | None) -> dict[str, Any] | None:
 
 
 def is_unlike_reference(run: Any) -> bool:
-    """Whether the reference model is known to read otherwise than the model in training; `run` has all flags."""
+    """Whether the reference model is known to read otherwise than the model in training."""
     model_inputs, its = inputs_of(run.model, run.pretrained), inputs_of(run.distill_model, run.distill_pretrained)
     if model_inputs is None or its is None:
         return False
-    overrides = {name: getattr(run, name) for name in model_inputs if getattr(run, name) is not None}
+    overrides = {name: getattr(run, name) for name in model_inputs if getattr(run, name, None) is not None}
     if "force_image_size" in overrides:
         overrides["force_image_size"] = (2 * overrides["force_image_size"])[:2]
     return {**model_inputs, **overrides} != its

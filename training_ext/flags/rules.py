@@ -28,7 +28,7 @@ LOGGERS = ("none", "wandb", "tensorboard", "all")
 
 
 class Given(Namespace):
-    """The flags of a run, and what the rules ask of it besides; a flag that this OpenCLIP lacks is None."""
+    """The flags of a run, and what the rules ask of it besides."""
 
     def __init__(self, args: Namespace):
         super().__init__(**vars(args))
@@ -42,16 +42,14 @@ class Given(Namespace):
         """The kind of the train data; None without."""
         return kind_of(self, self.train_data) if self.trains else None
 
-    def __getattr__(self, name: str) -> Any:
-        return None
-
 
 @dataclass(frozen=True)
 class Rule:
     """What is wrong with a flag.
 
     Args:
-        flag: its name; the message starts with it.
+        flag: its name; the message starts with it. The rule is passed over if this OpenCLIP lacks the flag, or the
+            component that has it was taken out.
         wrong: whether the rule is broken, or by what.
         text: the value and what would be right, with {names} of attributes of `Given`, and {wrong}.
     """
@@ -163,7 +161,7 @@ RULES = (
     Rule(
         "train_data",
         lambda run: run.uses_ext_loss and not (
-            run.trains or run.val_data or run.imagenet_val or run.imagenet_v2 or run.zeroshot_data
+            run.trains or run.val_data or run.imagenet_val or run.imagenet_v2 or getattr(run, "zeroshot_data", None)
         ),
         "--loss {loss} needs data to train on, or --val-data to evaluate on",
     ),
@@ -201,7 +199,7 @@ RULES = (
     of_shards("json_text_key"),
     Rule(
         "captions_field",
-        lambda run: run.captions_field and run.json_text_key,
+        lambda run: run.captions_field and getattr(run, "json_text_key", None),  # of OpenCLIP 4
         "{captions_field!r} with --json-text-key {json_text_key!r}; give one of the two",
     ),
     needs(
@@ -336,5 +334,5 @@ def check_rules(args: Namespace) -> None:
     """Raise InputError for the first rule that the run breaks."""
     run = Given(args)
     for rule in RULES:
-        if violation := rule.wrong(run):
+        if rule.flag in run and (violation := rule.wrong(run)):
             raise InputError(rule.text.format_map({**vars(run), "wrong": violation}), flag_of(rule.flag))
