@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from open_clip_ext import MODEL_CONFIGS, InputError, create_loss
 from open_clip_ext.data import Scenes
+from open_clip_ext.losses import NonFiniteError
+from training_ext.core.skipped_step import pass_over
 
 
 class WithRow(Dataset):
@@ -74,7 +76,10 @@ class Contrastive(lightning.LightningModule):
                 self.model.logit_scale.clamp_(0, math.log(100))  # as OpenCLIP
 
     def on_train_epoch_end(self):
-        self.held[0].raise_if_not_finite()
+        try:
+            self.held[0].raise_if_not_finite()
+        except NonFiniteError as error:  # ends the training, unless the scaler of precision="16-mixed" skipped the step
+            pass_over(error, self.model, getattr(self.trainer.precision_plugin, "scaler", None))
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["contrastive_loss"] = self.held[0].state_dict()  # Lightning calls this on every process

@@ -20,7 +20,9 @@ from open_clip_ext import InputError, create_loss
 from open_clip_ext.data import Scenes
 from open_clip_ext.distributed import world_size
 from open_clip_ext.files import whole_file
+from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.retrieval import retrieval_ranks
+from training_ext.core.skipped_step import pass_over
 
 STATE = "contrastive_loss.pt"  # a file in each of the Trainer's checkpoints
 
@@ -54,8 +56,11 @@ class WithLoss:
         return [name for name in super().get_decay_parameter_names(model) if not name.endswith("logit_scale")]
 
     def log(self, logs, *args, **kwargs):
-        if "loss" in logs:  # a training step's line
-            self.contrastive_loss.raise_if_not_finite()
+        if {"loss", "train_loss"} & logs.keys():  # a training step's line, or the last
+            try:
+                self.contrastive_loss.raise_if_not_finite()
+            except NonFiniteError as error:  # ends the training, unless the scaler of fp16=True skipped the step
+                pass_over(error, self.model, self.accelerator.scaler)
             logs = logs | {name: value.item() for name, value in self.contrastive_loss.diagnostics().items()}
         super().log(logs, *args, **kwargs)
 

@@ -22,7 +22,7 @@ from open_clip_ext.losses import Loss
 from open_clip_ext.normalizers import NORMALIZERS, Normalizer
 from open_clip_ext.objectives import ENCODER_OBJECTIVES
 from open_clip_ext.options import Derived, Option, Part, default_value
-from open_clip_ext.presets import ALIASES, PRESETS, LossPreset
+from open_clip_ext.presets import ALIASES, PRESETS, SHIPPED, LossPreset
 from open_clip_ext.surrogates import SURROGATES, Surrogate
 from open_clip_ext.temperatures import TEMPERATURES, Temperature
 
@@ -86,6 +86,11 @@ def find_preset(name: str) -> LossPreset:
     if name not in presets():
         raise InputError(not_one_of(name, presets()), "loss")
     return presets()[name]
+
+
+def is_installed(name: str) -> bool:
+    """Whether every command knows the loss, and not only the script that added it to `PRESETS`."""
+    return name in SHIPPED or name in entry_points(group="open_clip_ext.losses").names
 
 
 def options_of(parts: Iterable[type[Part]]) -> list[Option]:

@@ -239,5 +239,6 @@ PRESETS = {
     )
 }
 
+SHIPPED = frozenset(PRESETS)  # before a script or another package adds its own
 
 ALIASES = {"fastclip": "fastclip-v3"}

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from open_clip_ext import InputError
+from open_clip_ext.losses import Loss, NonFiniteError
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -134,3 +136,47 @@ def test_lightning():
     _, of_siglip = main(["--loss", "siglip-chunked", *FLAGS[2:]])
     assert of_siglip.model.logit_bias != -10
     check_state(resumed.held[0])  # half of the steps are the first run's; Lightning does not restore the data's order
+
+
+@pytest.fixture
+def with_nan(monkeypatch):
+    """Features are NaN in the second step."""
+    forward = Loss.forward
+
+    def call(self, image_features, *args, **kwargs):
+        return forward(self, image_features * torch.nan if self.steps == 1 else image_features, *args, **kwargs)
+
+    monkeypatch.setattr(Loss, "forward", call)
+
+
+def check_nan(main, scaled: bool, caplog) -> None:
+    """It ends the training, unless a scaler skips the step."""
+    with nullcontext() if scaled else pytest.raises(NonFiniteError, match="step 2"):
+        main(FLAGS)
+    assert ("step 2: image_features is not finite; the gradient scaler has skipped it" in caplog.text) == scaled
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_that_the_scaler_skips_of_transformers(monkeypatch, with_nan, caplog, scaled):
+    pytest.importorskip("accelerate")
+    import transformers_trainer
+
+    create = transformers_trainer.Trainer.create_accelerator_and_postprocess
+
+    def create_with_scaler(self):
+        create(self)
+        self.accelerator.scaler = torch.amp.GradScaler("cpu")
+
+    if scaled:
+        monkeypatch.setattr(transformers_trainer.Trainer, "create_accelerator_and_postprocess", create_with_scaler)
+    check_nan(transformers_trainer.main, scaled, caplog)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_that_the_scaler_skips_of_lightning(monkeypatch, with_nan, caplog, scaled):
+    lightning = pytest.importorskip("lightning")
+    import lightning_module
+
+    plugins = [lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu")] if scaled else None
+    monkeypatch.setattr(lightning, "Trainer", partial(lightning.Trainer, plugins=plugins))
+    check_nan(lightning_module.main, scaled, caplog)

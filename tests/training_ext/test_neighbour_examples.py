@@ -158,13 +158,16 @@ def test_two_processes_compute_what_one_does(tmp_path):
 
 
 def test_the_command_resumes(registered, tmp_path):
-    """Three epochs are two and one more; the thresholds or offsets of all rows have moved."""
+    """Three epochs are two and one more; the thresholds or offsets of all rows have moved. The log names no command
+    that does not know the loss."""
     flags = f"--loss {registered} --{registered}-start 1"
     common = f"--dataset-type shapes --train-num-samples 24 --workers 0 --lr 1e-3 {flags}"
     if registered == "nuclr":
         common += " --nuclr-epochs 3"
     for name, epochs in (("whole", "3"), ("parts", "2"), ("parts", "3 --resume latest")):
         assert not run_main(main, f"{common} --name {name} --epochs {epochs} --lr-scheduler const", tmp_path)
+    *_, commands = (tmp_path / "parts/out.log").read_text().split("Next:")
+    assert ".evaluate " in commands and ".normalizers_report" not in commands and ".main" not in commands
     checkpoints = [
         torch.load(tmp_path / name / "checkpoints/epoch_3.pt", weights_only=True) for name in ("whole", "parts")
     ]

@@ -53,11 +53,13 @@ def summary(args: Namespace, seconds: float) -> Iterator[str]:
     yield "Next:"
     module, given = "  python -m open_clip_ext", shlex.quote(f"{folder}/checkpoints/epoch_{args.epochs}.pt")
     yield f"{module}.evaluate --checkpoint {given} {_data(args)} --out scores.jsonl"
-    if has_report(args):
+    is_installed = factory.is_installed(args.loss)
+    if is_installed and has_report(args):
         yield f"{module}.normalizers_report --checkpoint {given}"
     recipe = shlex.quote(os.path.join(folder, "recipe.yaml"))
+    command = f"{module}.main --recipe {recipe}" if is_installed else "  the command of this run, with"
     where = f"--logs {shlex.quote(args.logs)} --name {shlex.quote(args.name)}"
-    yield f"{module}.main --recipe {recipe} {where} --resume latest --epochs N  (to train on, N > {args.epochs})"
+    yield f"{command} {where} --resume latest --epochs N  (to train on, N > {args.epochs})"
     if not args.skip_scheduler:
         yield "  (--lr then follows its schedule over all N epochs and rises again; lengths in the recipe stay)"
 
