@@ -2,12 +2,10 @@
 
 from argparse import Namespace
 
-from open_clip_ext.errors import InputError, MachineError, fault_of_machine
 from open_clip_ext.losses import NonFiniteError
 from training_ext.core import hosts
 from training_ext.core.component import Components
-from training_ext.core.plan import Plan
-from training_ext.core.run import Run, check_seams
+from training_ext.core.run import Run, check_seams, machine_faults
 from training_ext.data.checkpoint_files import last_saved
 from training_ext.data.usual import likely_cause
 
@@ -33,12 +31,7 @@ def train(run: Run) -> None:
         Stopped: after SIGTERM or Ctrl-C.
     """
     try:
-        run.train()
+        with machine_faults(run, last_saved):
+            run.train()
     except NonFiniteError as error:
         raise NonFiniteError(f"{error}; {likely_cause(run.args)}") from None
-    except (MemoryError, OSError, RuntimeError) as error:
-        fault = fault_of_machine(error, Plan(run.args).folder)
-        if fault is None:
-            raise
-        kind = MachineError if run.training.steps else InputError
-        raise kind(f"{fault}{last_saved(run.args)}") from None

@@ -1,6 +1,7 @@
 """The core alone, `--bare`: what it trains, resumes, replaces and refuses; and components by entry point."""
 
 import ast
+import errno
 import importlib
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 import training_ext.components
 import training_ext.core
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, MachineError
 from open_clip_ext.options import option
 from training_ext.core import component, hosts, run, seam
 from training_ext.core.checks import check_optimizer
@@ -174,6 +175,17 @@ def test_a_resumed_training_equals_an_uninterrupted_one(run, data, has_words_hea
     start = whole.checkpoint(2)["state_dict"]
     moved = max((first[name] - value).abs().max() for name, value in start.items())
     assert all((first[name] - value).abs().max() < 1e-5 * moved for name, value in second.items())
+
+
+def test_a_fault_of_the_machine(ends, data, monkeypatch):
+    """A full disk after the first step, with the code of one."""
+
+    def full_disk(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    line = ends(f"--bare --loss neuclip {data['csv']} {WHOLE} --name x", code=MachineError.code)
+    assert line.endswith("epoch_1.pt' cannot be written: the disk or the quota is full; make room")
 
 
 def test_a_resumed_optimizer_has_the_settings_that_are_given(run, data):

@@ -3,7 +3,7 @@
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,13 @@ import open_clip
 import torch
 
 from open_clip_ext import MODEL_CONFIGS
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, MachineError, fault_of_machine
 from open_clip_ext.losses import Loss
 from training_ext.core import hosts
 from training_ext.core.flags import OPEN_CLIP_TAU_MIN, parse
 from training_ext.core.loss import LossItems, build_loss
 from training_ext.core.optimizer import GivenSettings
+from training_ext.core.plan import Plan
 from training_ext.core.rows import TrainData
 from training_ext.core.seam import RUN, Seam, in_place
 from training_ext.core.state import State
@@ -225,11 +226,30 @@ def check_seams(host: ModuleType) -> None:
             raise InputError(f"open_clip_torch {version} is installed, where {broken}; it runs with {host.RANGE}")
 
 
+@contextmanager
+def machine_faults(run: Run, ending: Callable[[Namespace], str] = lambda args: "") -> Iterator[None]:
+    """Within the block, in which `run` trains, a fault of the machine is one line, with an ending of these `args`.
+
+    Raises:
+        InputError: the machine failed before the first step.
+        MachineError: it failed later: a full disk, a worker that was killed.
+    """
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        fault = fault_of_machine(error, Plan(run.args).folder)
+        if fault is None:
+            raise
+        kind = MachineError if run.training.steps else InputError
+        raise kind(f"{fault}{ending(run.args)}") from None
+
+
 def start(argv: list[str]) -> Run | None:
     """Train with the components that the command line names; None if it only asks for a listing.
 
     Raises:
         InputError: bad input, or OpenCLIP ended early; the message is one line.
+        MachineError: after the first step a full disk, or a worker that was killed.
         NonFiniteError: the training met a NaN or an infinity.
     """
     host = hosts.installed()
@@ -250,7 +270,8 @@ def start(argv: list[str]) -> Run | None:
     with ExitStack() as until:
         run.prepare(until)
         run.state.check()
-        run.train()
+        with machine_faults(run):
+            run.train()
     return run
 
 
