@@ -218,6 +218,16 @@ def test_a_dry_run_refuses_other_data(refused, datasets, checkpoints):
         assert f"--resume: '{checkpoints['fastclip-v3']}' was trained on other data" in line
 
 
+@pytest.mark.parametrize("saved", ["fastclip-v3", "siglip"])
+def test_a_dry_run_refuses_another_model(refused, tmp_path, datasets, checkpoints, saved):
+    """And other locked towers, which the run refuses, too; not what it accepts."""
+    path = checkpoints[saved]
+    common = f"{datasets['csv']} --workers 0 {LOSSES.get(saved, '--loss siglip')} --epochs 2 --resume {path} --dry-run"
+    assert f"--resume: '{path}' has positional_embedding of (" in refused(f"{common} --model ViT-shapes-tiny")
+    assert "trained parameters, not" in refused(f"{common} --lock-image")
+    assert not run_main(ext_main, common, tmp_path)
+
+
 def test_the_bias_that_siglip_adds(fails, datasets, checkpoints):
     line = fails(f"{datasets['csv']} --workers 0 --epochs 2 --loss clip --resume {checkpoints['siglip']}")
     assert f"--resume: {checkpoints['siglip']}: OpenCLIP could not load the checkpoint" in line and "logit_bias" in line

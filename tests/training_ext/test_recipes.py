@@ -332,3 +332,9 @@ def test_a_dry_run_counts_rows_not_epochs_and_says_what_it_leaves_out(capsys, da
     text = capsys.readouterr().out
     model, other = (re.search(rf"^  {name} +([\d,.]+) MiB", text, re.M)[1] for name in ("model", "reference model"))
     assert model == other and "not counted: the state of --opt timm/lamb" in text
+
+
+def test_the_plan_of_a_model_with_frozen_batch_norms():
+    flags = "--loss sogclr --model RN50 --lock-image --lock-image-freeze-bn-stats --train-data x.tar".split()
+    trained = {name for name, one in dry_run.trained_model(parse_args(flags)).named_parameters() if one.requires_grad}
+    assert trained and not any(name.startswith("visual.") or name == "logit_scale" for name in trained)

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import os
 import shlex
 import shutil
 import textwrap
@@ -15,6 +16,7 @@ import torch
 from open_clip_train import params as open_clip_params
 
 from open_clip_ext import MODEL_CONFIGS, factory
+from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from open_clip_ext.row_state import bytes_per_row
@@ -22,6 +24,8 @@ from training_ext import launch
 from training_ext.components.advice import advise, advise_on_captions
 from training_ext.core.loss import build_loss
 from training_ext.core.plan import global_batch, trains, world_info
+from training_ext.core.run import Run
+from training_ext.core.temperature import train_temperature
 from training_ext.data.epochs import check_steps, samples_per_epoch, steps_per_epoch
 from training_ext.data.rows import DataRows, find_rows, kind_of
 from training_ext.data.settings import setting_for
@@ -29,7 +33,7 @@ from training_ext.flags import preflight, val_data
 from training_ext.flags.recipes import Recipe, find
 from training_ext.flags.run_recipe import resolved_flags
 from training_ext.openclip.hosts import starts_from_weights
-from training_ext.openclip.loading import known_config, without_warnings
+from training_ext.openclip.loading import known_config, load_checkpoint, without_warnings
 
 MIB = 2**20
 TOGETHER = "\0"  # a non-breaking space
@@ -77,6 +81,8 @@ def lines(args: Namespace) -> list[str]:
         loss.limit_to(num_rows)
         preflight.check_batch(loss, args)
     model = trained_model(args)
+    if resumed is not None and model is not None and has_data:
+        check_fits(resumed[0], model, run)
     parts = {} if model is None else model_bytes(args, model)
     rows = {} if loss is None else bytes_per_row(loss)
     config = known_config(args.model)
@@ -199,20 +205,44 @@ def bytes_of(model: Any) -> int:
 
 
 def trained_model(args: Namespace) -> Any:
-    """The model to train, as `model_on_meta`, with its towers locked as the flags say."""
+    """The model to train, as `model_on_meta`, with its towers and temperature locked as the flags say."""
     parameters = inspect.signature(open_clip.create_model).parameters
     forced = {name: value for name, value in vars(args).items() if name.startswith("force_") and name in parameters}
     size = forced.get("force_image_size")
     if isinstance(size, (tuple, list)) and len(size) == 1:
         forced["force_image_size"] = size[0]
+    if args.siglip:
+        forced["init_logit_bias"] = -10.0
     model = model_on_meta(args, args.model, **forced)
     if model is None:
         return None
-    if args.lock_image:
-        model.lock_image_tower(args.lock_image_unlocked_groups, args.lock_image_freeze_bn_stats)
-    if args.lock_text:
-        model.lock_text_tower(args.lock_text_unlocked_layers, args.lock_text_freeze_layer_norm)
+    with torch.device("meta"):  # on which batch norms that are frozen are made anew
+        if args.lock_image:
+            model.lock_image_tower(args.lock_image_unlocked_groups, args.lock_image_freeze_bn_stats)
+        if args.lock_text:
+            model.lock_text_tower(args.lock_text_unlocked_layers, args.lock_text_freeze_layer_norm)
+    if args.uses_ext_loss:
+        train_temperature(model, args)
     return model
+
+
+def check_fits(path: str, model: Any, run: Run) -> None:
+    """Raise InputError for a checkpoint of a model of other shapes, or of another number of trained parameters.
+
+    Not for other names, which a scripted model has, or where a component changes the model.
+    """
+    if os.path.isdir(path) or any(component.answers("wrap_model") for component in run.components):
+        return
+    content = load_checkpoint(path)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for name, saved in content["state_dict"].items():
+        if (shape := shapes.get(plain_name(name), saved.shape)) != saved.shape:
+            text = f"{path!r} has {plain_name(name)} of {tuple(saved.shape)}, not of {tuple(shape)}; give its --model"
+            raise InputError(text, "--resume")
+    in_optimizer = sum(len(group["params"]) for group in content.get("optimizer", {}).get("param_groups", []))
+    if in_optimizer != (trained := sum(parameter.requires_grad for parameter in model.parameters())):
+        text = f"{path!r} has {in_optimizer} trained parameters, not {trained}; give --lock-image and the like as then"
+        raise InputError(text, "--resume")
 
 
 def predicted_step(args: Namespace, model: Any, processes: int, num_rows: int) -> int | None:
