@@ -1,6 +1,5 @@
 """Base class of the losses: the call, the checks of its arguments, and the detection of NaN and infinity."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
@@ -171,48 +170,34 @@ class Loss(LossState):
                 loss that `follows_epochs` comes before `set_epoch`.
         """
         dtype = torch.promote_types(image_features.dtype, torch.float32)
+        image, text = image_features.to(dtype), text_features.to(dtype)
         if isinstance(logit_scale, (float, int)):
-            logit_scale = torch.full((), logit_scale, dtype=dtype, device=image_features.device)
+            logit_scale = image.new_full((), logit_scale)
         self._check(image_features, text_features, logit_scale, index)
-        keys = checked_keys(self, len(image_features), key=key, positive_key=positive_key)
-        reference = checked_reference(self.takes_reference, image_features, dist_image_features, dist_text_features)
+        keys = checked_keys(self, len(image), key=key, positive_key=positive_key)
+        reference = checked_reference(self.takes_reference, image, dist_image_features, dist_text_features)
         trains = self.training and torch.is_grad_enabled()
         if trains and self.epoch < 0 and self.follows_epochs:
             raise ValueError("this loss follows the epoch: call its set_epoch(epoch) before each epoch")
-        self._is_float16 = torch.float16 in (image_features.dtype, text_features.dtype)
         update_state = trains and self._calls % self.accum_freq == 0
-        step = self.steps + update_state
-        not_unit = are_not_unit_vectors(image_features, text_features, *(reference or ()))
-        self._input_errors.note(NOT_UNIT_VECTORS, step, not_unit)
+        not_unit = are_not_unit_vectors(image_features, text_features, *reference)
+        self._input_errors.note(NOT_UNIT_VECTORS, self.steps + update_state, not_unit)
         if index is not None and trains:
             self._check_group(index, update_state)
         if self.validate or self.steps == 0:
             self._raise_input_errors()
-        image, text = image_features.to(dtype), text_features.to(dtype)
-        if reference is not None:
-            # Their inner product is s_ij minus the reference's similarity.
-            image = torch.cat([image, reference[0].to(image)], dim=1)
-            text = torch.cat([text, -reference[1].to(text)], dim=1)
+        if reference:  # the inner product is then s_ij minus the reference's similarity
+            image = torch.cat([image, reference[0]], dim=1)
+            text = torch.cat([text, -reference[1]], dim=1)
         self._adapt(image.shape[1], image.device, dtype)
-        with torch.autocast(image_features.device.type, enabled=False):
+        self._is_float16 = torch.float16 in (image_features.dtype, text_features.dtype)
+        with torch.autocast(image.device.type, enabled=False):
             ratio = self._gradient_ratio(trains, update_state, logit_scale, logit_bias)
-            scale = scale_gradient(logit_scale.reshape(()).to(image.device, dtype), ratio)
+            scale = scale_gradient(logit_scale.reshape(()).to(image), ratio)
             inputs: Inputs = {"image": image, "text": text, "logit_scale": scale, "index": index, **keys}
             if self.takes_bias and logit_bias is not None:
-                inputs["logit_bias"] = scale_gradient(logit_bias.reshape(()).to(image.device, dtype), ratio)
-            self._calls += trains
-            self.steps += update_state
-            shares = trains and self.accum_freq > 1 and (self.one_batch_per_step or index is not None)
-            try:
-                value = self._value(inputs, update_state, shares)
-            except BaseException as error:
-                if trains:  # A caller who tries again begins this step again, with its checks; a state may have moved.
-                    self._calls, self.steps = 0, self.steps - 1
-                if isinstance(error, RuntimeError) and lost_another_process(error):
-                    raise RuntimeError(
-                        f"{error}\nAnother process has ended; one without an error had fewer batches: give each as many"
-                    ) from None
-                raise
+                inputs["logit_bias"] = scale_gradient(logit_bias.reshape(()).to(image), ratio)
+            value = self._counted(inputs, trains, update_state)
         return {"contrastive_loss": value} if output_dict else value
 
     def _gradient_ratio(self, trains: bool, is_first: bool, *scalars: Tensor | None) -> float:
@@ -228,22 +213,37 @@ class Loss(LossState):
         is_last = (self._calls + 1) % self.accum_freq == 0
         return (self.accum_freq - before if is_last else 1) / self.accum_freq
 
+    def _counted(self, inputs: Inputs, trains: bool, update_state: bool) -> Tensor:
+        """The value of this call; if it fails, a caller who tries again begins the step again, with its checks."""
+        self._calls += trains
+        self.steps += update_state
+        shares = trains and self.accum_freq > 1 and (self.one_batch_per_step or inputs["index"] is not None)
+        try:
+            return self._value(inputs, update_state, shares)
+        except BaseException as error:
+            if trains:  # a state may have moved
+                self._calls, self.steps = 0, self.steps - 1
+            if isinstance(error, RuntimeError) and lost_another_process(error):
+                raise RuntimeError(
+                    f"{error}\nAnother process has ended; one without an error had fewer batches: give each as many"
+                ) from None
+            raise
+
     def _value(self, inputs: Inputs, update_state: bool, shares: bool) -> Tensor:
         """The result of `compute`, or that of the step's first call where its calls share it."""
-        compute: Callable[..., Tensor] = partial(self.compute, update_state=update_state)
         if not shares:
-            return compute(**inputs)
+            return self.compute(**inputs, update_state=update_state)
         first_call = self._first_call
         if update_state or first_call is None:
-            first_call = self._computed(compute, inputs, update_state)
+            first_call = self._computed(inputs, update_state)
         else:
             image, text, scale, *_ = inputs.values()
             self._non_finite.note(INPUTS, self.steps, are_not_finite(image, text, scale))
         self._first_call = first_call if self._calls % self.accum_freq else None
         return first_call.attached(inputs, self.parameters())
 
-    def _computed(self, compute: Callable[..., Tensor], inputs: Inputs, update_state: bool) -> FirstCall:
-        return FirstCall.of(compute, inputs, self.parameters())
+    def _computed(self, inputs: Inputs, update_state: bool) -> FirstCall:
+        return FirstCall.of(partial(self.compute, update_state=update_state), inputs, self.parameters())
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Values of the last call for the log: 0-d tensors, some on the device. No communication."""
@@ -257,16 +257,14 @@ class Loss(LossState):
     def load_diagnostics_state(self, state: dict[str, Tensor | int]) -> None:
         """Load the result of `diagnostics_state`, after `set_epoch`, with tensors on the features' device."""
 
-    def note(self, problems: Tensor) -> None:
-        """Record, on the device, the first step with a problem and which of `CHECKED` it was.
+    def note(self, problems: Tensor, names: tuple[str, ...] | None = None) -> None:
+        """Record, on the device, the first step with a problem and which of `names` it was.
 
         Args:
-            problems: bool per name in `CHECKED`, or for the first few of them.
+            problems: bool per name, or for the first few of them.
+            names: `CHECKED` by default.
         """
-        self._note(self.CHECKED, problems)
-
-    def _note(self, names: tuple[str, ...], problems: Tensor) -> None:
-        self._non_finite.note(names, self.steps, problems)
+        self._non_finite.note(self.CHECKED if names is None else names, self.steps, problems)
 
     def attached(self, value: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
         """`value` with a backward pass that gives its inputs the sum of all processes' parts of their gradients.
@@ -284,7 +282,7 @@ class Loss(LossState):
         """Record a float32 gradient that overflows the features' float16; nothing else would show it."""
         if self._is_float16:
             largest = torch.stack([gradient.abs().amax() for gradient in gradients]).amax()
-            self._note((GRADIENTS,), (largest > torch.finfo(torch.float16).max)[None])
+            self.note((largest > torch.finfo(torch.float16).max)[None], (GRADIENTS,))
 
     def raise_if_not_finite(self) -> None:
         """Raise if a call since the last time had bad values, and forget them. Waits for the device.
@@ -307,17 +305,14 @@ class Loss(LossState):
         check_features(image_features=image_features, text_features=text_features)
         may_wait = self.validate or self.steps == 0
         check_equal_batches(image_features, None if may_wait else self._local_pairs)
-        self._local_pairs = image_features.shape[0]
-        pairs = image_features.shape[0] * world_size()
-        least = 2 if self.needs_negatives else 1
-        if pairs < least:
-            raise ValueError(f"image_features: a global batch of {pairs} pair(s) has no negatives; {least} are needed")
-        if image_features.shape[0] < self.least_pairs:
-            pairs = image_features.shape[0]
+        self._local_pairs = pairs = len(image_features)
+        if self.needs_negatives and pairs * world_size() < 2:
+            raise ValueError(f"image_features: a global batch of {pairs} pair(s) has no negatives; 2 are needed")
+        if pairs < self.least_pairs:
             raise ValueError(f"image_features: {pairs} pair(s) in this process; {self.name} needs {self.least_pairs}")
         check_logit_scale(logit_scale, self.steps == 0 and self.reads_logit_scale, may_wait)
         if index is not None:
-            check_int64("index", index, image_features.shape[0])
+            check_int64("index", index, pairs)
             if self.needs_index and (may_wait or index.device.type == "cpu"):
                 check_rows(index, self.num_samples)
         elif self.needs_index:

@@ -132,20 +132,20 @@ def check_rows(index: Tensor, num_samples: int) -> None:
 
 def checked_reference(
     needed: bool, like: Tensor, image: Tensor | None, text: Tensor | None
-) -> tuple[Tensor, Tensor] | None:
-    """Return a reference model's features, detached; raise ValueError if they are missing, of wrong shape, or not used.
+) -> tuple[Tensor, ...]:
+    """Return a reference model's features, or (); raise ValueError if they are missing, of wrong shape, or not used.
 
     Args:
-        like: the features of the model in training, of as many pairs.
+        like: the image features of the model in training, of as many pairs, whose dtype the result has.
     """
     if (image is None) != (text is None) or (image is None) == needed:
         needs = "needs both" if needed else "has no use for either"
         raise ValueError(f"dist_image_features, dist_text_features: this loss {needs}, a reference's unit vectors")
     if image is None or text is None:
-        return None
+        return ()
     if image.dim() != 2 or image.shape != text.shape or len(image) != len(like):
         raise ValueError(
             f"dist_image_features and dist_text_features must both be ({len(like)}, d'); got {tuple(image.shape)} "
             f"and {tuple(text.shape)}"
         )
-    return image.detach(), text.detach()
+    return image.detach().to(like), text.detach().to(like)

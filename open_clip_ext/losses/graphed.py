@@ -1,6 +1,5 @@
 """A loss whose computation may be one CUDA graph."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -43,15 +42,12 @@ class GraphedLoss(Loss):
     def _value(self, inputs: Inputs, update_state: bool, shares: bool) -> Tensor:
         return super()._value(inputs, update_state, shares or self._captures(update_state) is not None)
 
-    def _computed(self, compute: Callable[..., Tensor], inputs: Inputs, update_state: bool) -> FirstCall:
+    def _computed(self, inputs: Inputs, update_state: bool) -> FirstCall:
         depends_on = self._captures(update_state)
         if depends_on is None:
-            return super()._computed(compute, inputs, update_state)
+            return super()._computed(inputs, update_state)
+        step = super()._computed
+        return self._graph.run(lambda **inputs: step(inputs, update_state), inputs, depends_on).clone()
 
-        def step(**inputs: Tensor | None) -> FirstCall:
-            return FirstCall.of(compute, inputs, self.parameters())
-
-        return self._graph.run(step, inputs, depends_on).clone()
-
-    def _note(self, names: tuple[str, ...], problems: Tensor) -> None:
-        self._graph.on_host(lambda: super(GraphedLoss, self)._note(names, problems))
+    def note(self, problems: Tensor, names: tuple[str, ...] | None = None) -> None:
+        self._graph.on_host(lambda: super(GraphedLoss, self).note(problems, names))
