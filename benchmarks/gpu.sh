@@ -70,7 +70,8 @@ graph() {  # --no-npn-graph: whether each bit is as with it, then times of the u
 loss_graph() {  # --loss-graph: whether each bit is as without it, then times of losses and of whole steps
     local losses=() name
     for name in $graphed; do losses+=("$name" "$name, loss graph"); done
-    [[ $device == cpu ]] || "$PYTHON" -m pytest -q -p no:cacheprovider tests/open_clip_ext/test_step_graph.py || return 1
+    # In processes: after a capture that fails, torch lets no other one of its process begin.
+    [[ $device == cpu ]] || "$PYTHON" -m pytest -q -p no:cacheprovider -n 4 -k cuda tests/open_clip_ext/test_step_graph.py || return 1
     "$PYTHON" benchmarks/loss.py --device "$device" --seconds 0.5 "${graphs[@]}" --losses "${losses[@]}" \
         --json "$OUT/loss-graph.json" || return 1
     for size in $small; do
