@@ -22,7 +22,7 @@ if [[ -n ${TINY:-} ]]; then
     sizes=(--batch-sizes 16 --dims 16 -m 64 --num-samples 1000)
     network=(--batch-sizes 16 -m 64 --dim 16 --also bfloat16)
     rows=(--rows 1000 10000 --batch-size 64)
-    models=("ViT-shapes-tiny 4") consecutive=2 cases=("ViT-shapes-tiny 4 neuclip")
+    models=("ViT-shapes-tiny 4") consecutive=2 prototypes=16 cases=("ViT-shapes-tiny 4 neuclip")
     parity=(--batch-size 16 --dim 16 -m 64 --num-samples 200 --steps 4)
     demo=(--samples 512 --epochs 1 --batch 8 --processes 1) epochs=1 samples=64 batches="16" warmup=1
     graphs=(--batch-sizes 16 --dims 16 -m 64 --num-samples 1000) graphed=fastclip-v3 small=4
@@ -34,7 +34,7 @@ else
         --losses clip-chunked siglip-chunked fastclip-v3 isogclr neuclip queue tuneclip amorlip)
     network=(--batch-sizes 512 1024 4096 --also compile graph bfloat16)
     rows=(--rows 100000 1000000 10000000 100000000)
-    models=("ViT-B-32 512" "ViT-L-14 64") parity=() consecutive=10
+    models=("ViT-B-32 512" "ViT-L-14 64") parity=() consecutive=10 prototypes=4096
     cases=("ViT-B-32 512 clip" "ViT-B-32 2016 neuclip" "ViT-L-14 256 fastclip-v3" "RN50 512 clip"
         "ViT-B-32 12992 clip-chunked --grad-checkpointing")
     demo=(--processes 1 --batch 128) epochs=10 samples=${ICONS_SAMPLES:-20000} batches="1024 512 256 128 64 32" warmup=500
@@ -65,17 +65,18 @@ graph() {  # --no-npn-graph: whether each bit is as with it, then times of the u
     read -r name size <<< "${models[0]}"
     "$PYTHON" benchmarks/network.py "${common[@]}" "${network[@]}" --also graph --json "$OUT/graph.json" &&
         "$PYTHON" benchmarks/step_time.py "${common[@]}" --model "$name" --batch-size "$size" --precision "$precision" \
-            --prototypes 4096 --consecutive "$consecutive" --losses neuclip "neuclip, no graph" --json "$OUT/graph-steps.json"
+            --prototypes "$prototypes" --consecutive "$consecutive" --losses neuclip "neuclip, no graph" --json "$OUT/graph-steps.json"
 }
 loss_graph() {  # --loss-graph: whether each bit is as without it, then times of losses and of whole steps
     local losses=() name
     for name in $graphed; do losses+=("$name" "$name, loss graph"); done
-    [[ $device == cpu ]] || "$PYTHON" -m pytest -q -p no:cacheprovider tests/open_clip_ext/test_step_graph.py || return 1
+    # In processes: after a capture that fails, torch lets no other one of its process begin.
+    [[ $device == cpu ]] || "$PYTHON" -m pytest -q -p no:cacheprovider -n 4 -k cuda tests/open_clip_ext/test_step_graph.py || return 1
     "$PYTHON" benchmarks/loss.py --device "$device" --seconds 0.5 "${graphs[@]}" --losses "${losses[@]}" \
         --json "$OUT/loss-graph.json" || return 1
     for size in $small; do
-        "$PYTHON" benchmarks/step_time.py "${common[@]}" --model "${models[0]% *}" --batch-size "$size" --precision "$precision" \
-            --prototypes 4096 --consecutive "$consecutive" --losses "${losses[@]}" --json "$OUT/loss-graph-$size.json" || return 1
+        "$PYTHON" benchmarks/step_time.py --device "$device" --seconds 1.5 --model "${models[0]% *}" --batch-size "$size" --precision "$precision" \
+            --prototypes "$prototypes" --consecutive "$consecutive" --losses "${losses[@]}" --json "$OUT/loss-graph-$size.json" || return 1
     done
 }
 rows() {  # tables on the device and in host memory
@@ -87,7 +88,7 @@ steps() {  # whole training steps; the goal for neuclip is 1.01 times clip's tim
     for model in "${models[@]}"; do
         read -r name size <<< "$model"
         "$PYTHON" benchmarks/step_time.py "${common[@]}" --model "$name" --batch-size "$size" --precision "$precision" \
-            --prototypes 4096 --consecutive "$consecutive" --losses neuclip queue fastclip-v3 tuneclip \
+            --prototypes "$prototypes" --consecutive "$consecutive" --losses neuclip queue fastclip-v3 tuneclip \
             amorlip clip-chunked --json "$OUT/steps-$name.json" || return 1
     done
 }
@@ -159,7 +160,7 @@ for part in "${@:-}"; do
         start=$SECONDS
         # timeout cannot run a function, so it runs a shell, which gets the arrays, since these cannot be exported.
         if ! timeout "$LIMIT" bash -c "$(declare -p PYTHON OUT device precision seconds sizes network kernels fused rows models cases \
-            graphs graphed small consecutive parity demo epochs samples batches warmup pairs common); $name"; then
+            graphs graphed small consecutive prototypes parity demo epochs samples batches warmup pairs common); $name"; then
             echo "$name: failed"
             failed=$((failed + 1))
         fi

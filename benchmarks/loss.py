@@ -29,6 +29,7 @@ from measuring import (
     Repeated,
     alternate,
     begin,
+    fill,
     finish,
     parser,
     peak_memory,
@@ -45,7 +46,6 @@ import open_clip_ext
 from open_clip_ext.kernels import choice
 from open_clip_ext.losses import ChunkedCLIPLoss, ChunkedSigLIPLoss, GlobalContrastiveLoss
 from open_clip_ext.memory import total_memory
-from open_clip_ext.normalizers import Prototypes, Queue
 
 CLIP_BLOCKS = 8  # B x B matrices that ClipLoss holds at a time
 
@@ -79,12 +79,6 @@ class Call:
             tensor.grad = None
 
 
-def fill(call: Call, m: int, batch: int) -> None:
-    """Call until the ring buffer of a network or a queue is full."""
-    for _ in range(-(-m // batch)):
-        call()
-
-
 def compare(
     name: str, batch: int, dim: int, dtype: torch.dtype, kernels: str | None, device: torch.device, args
 ) -> dict:
@@ -109,8 +103,7 @@ def compare(
     ours = Call(loss, batch, dim, dtype, device, rows)
     sigmoid = isinstance(loss, ChunkedSigLIPLoss)
     clip = Call(SigLipLoss() if sigmoid else ClipLoss(), batch, dim, dtype, device, rows)
-    if isinstance(getattr(loss, "normalizer", None), (Prototypes, Queue)):
-        fill(ours, m, batch)
+    fill(loss, ours, batch)
     label = f"{title}, {kernels}" if kernels else title
     result = {"loss": label, "kernels": kernels, "batch": batch, "dim": dim, "dtype": str(dtype).removeprefix("torch.")}
     functions = {"ours": ours, "clip": clip, "batch": BatchProducts(batch, dim, device, 1 if sigmoid else 2)}

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from open_clip_ext.normalizers.ring import RingNormalizer
+
 
 def now(device: torch.device) -> float:
     if device.type == "cuda":
@@ -52,6 +54,13 @@ def alternate(
             function()
             times[name].append(now(device) - start)
     return times
+
+
+def fill(loss: Any, function: Callable[[], Any], batch: int) -> None:
+    """Call `function`, a step of `batch` pairs, until the ring buffer of the loss's network or queue is full."""
+    normalizer = getattr(loss, "normalizer", None)
+    for _ in range(-(-normalizer.capacity // batch) if isinstance(normalizer, RingNormalizer) else 0):
+        function()
 
 
 def summary(times: dict[str, list[float]], name: str, base: str | list[str]) -> dict[str, Any]:

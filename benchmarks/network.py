@@ -81,7 +81,7 @@ def variant(kind: str, make: Callable[..., Prototypes], batch: Batch, args) -> C
         if kind == "graph":
             normalizer.update(batch)
             normalizer.update(batch)
-            if not normalizer.update_graph.inputs:
+            if normalizer.update_graph.failed:
                 raise RuntimeError("none was captured")
             return lambda: normalizer.update(batch)
         compiled = torch.compile(normalizer.update)

@@ -12,7 +12,7 @@ from functools import partial
 
 import open_clip
 import torch
-from measuring import Repeated, alternate, begin, finish, parser, peak_memory, reference_of, shown, summary, table
+from measuring import Repeated, alternate, begin, fill, finish, parser, peak_memory, reference_of, shown, summary, table
 from open_clip.loss import ClipLoss
 from open_clip_train.precision import get_autocast
 from torch import Tensor, nn
@@ -82,6 +82,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             name.split(",")[0], num_samples=args.num_samples, epochs=8, device=args.device, **of_name
         )
         loss.set_epoch(0)
+        fill(loss, partial(steps.with_loss, loss), args.batch_size)
         functions = {
             whose: Repeated(partial(steps.with_loss, used), args.consecutive)
             for whose, used in (("ours", loss), ("clip", baseline))

@@ -11,12 +11,19 @@ The first step of a kind runs without a graph, as what CUDA loads at a first lau
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 DEVICE = "cuda"
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures: cuBLAS keeps a workspace for each, 32 MiB on an H100, in the memory of a graph."""
+    return torch.cuda.Stream(device)
 
 
 class StepGraph:
@@ -75,12 +82,14 @@ class StepGraph:
         if kind != self._kind:
             self._kind, self._held, self._inputs = kind, depends_on, {}
             return step(**inputs)
-        tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+        # Detached, or autograd would keep the graphs of all steps' inputs behind those of the copies.
+        tensors = {name: tensor.detach() for name, tensor in inputs.items() if tensor is not None}
         if not self._inputs:
             try:
                 self._capture(step, tensors, inputs, optimizers)
             except RuntimeError as error:
-                self.give_up(str(error).strip().partition("\n")[0])
+                # The end of a failed capture fails, too.
+                self.give_up(str(error.__context__ or error).strip().partition("\n")[0])
                 return step(**inputs)
         for name, tensor in tensors.items():
             self._inputs[name].copy_(tensor, non_blocking=True)
@@ -98,7 +107,7 @@ class StepGraph:
         device = next(iter(tensors.values())).device
         if device.type != DEVICE:
             raise RuntimeError(f"on {device.type}")
-        self._inputs = {name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()}
+        self._inputs = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
         self._actions = []
         groups = [group for one in optimizers for group in one.param_groups]
         counts = [state["step"] for one in optimizers for state in one.state.values()]
@@ -109,8 +118,9 @@ class StepGraph:
         try:
             self.graph = torch.cuda.CUDAGraph()
             # The loader's thread that pins memory may call CUDA meanwhile.
-            stream = torch.cuda.Stream(device)
-            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+            graph = torch.cuda.graph(self.graph, stream=capture_stream(device), capture_error_mode="thread_local")
+            # The outer context returns to the current stream; torch's own does not where the end of a capture fails.
+            with torch.cuda.stream(torch.cuda.current_stream(device)), graph:
                 self.result = step(**dict.fromkeys(inputs) | self._inputs)
         finally:
             self.capturing = False

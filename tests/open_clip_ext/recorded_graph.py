@@ -56,12 +56,34 @@ class RecordedGraph(TorchDispatchMode):
                     target.copy_(tensor)
 
 
-@contextmanager
-def capture(graph, stream, capture_error_mode):
-    """In place of torch.cuda.graph."""
-    assert capture_error_mode == "thread_local"
-    try:
-        with graph:
+class Streams:
+    """A stand-in for torch.cuda's streams, numbered; 0 is the default."""
+
+    def __init__(self):
+        self.current, self.made = 0, 0
+
+    def new(self, device) -> int:
+        self.made += 1
+        return self.made
+
+    @contextmanager
+    def use(self, stream: int):
+        before, self.current = self.current, stream
+        try:
             yield
-    finally:
-        graph.end()
+        finally:
+            self.current = before
+
+    @contextmanager
+    def capture(self, graph: RecordedGraph, stream: int, capture_error_mode: str):
+        """In place of torch.cuda.graph; as there, after a failure the end fails, too, and the stream stays."""
+        assert capture_error_mode == "thread_local"
+        before, self.current = self.current, stream
+        try:
+            with graph:
+                yield
+        except RuntimeError:
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
+        finally:
+            graph.end()
+        self.current = before
