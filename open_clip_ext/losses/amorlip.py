@@ -48,7 +48,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.autograd import attach_gradients
 from open_clip_ext.kernels.choice import KERNELS
 from open_clip_ext.kernels.similarities import SimilarityBlocks, make_blocks
-from open_clip_ext.kernels.streaming import are_not_finite
+from open_clip_ext.kernels.streaming import largest
 from open_clip_ext.losses.amortization import Amortization
 from open_clip_ext.options import AT_LEAST_0, NOT_NEGATIVE, Derived, option
 from open_clip_ext.surrogates import Identity
@@ -197,7 +197,7 @@ class AmorLIPLoss(Amortization):
 
     def _watch(self, batch: Batch, scale: Tensor, log_negatives: Tensor, log_lambda: Tensor) -> None:
         checked = (batch.all_image, batch.all_text, scale, log_negatives, log_lambda)
-        self.note(are_not_finite(*checked))
+        self.note(largest(*checked))
         deviation, mean = torch.std_mean(log_lambda, dim=1)
         self._last = {
             "tau": scale.reciprocal(),

@@ -54,4 +54,8 @@ class GraphedLoss(Loss):
         return self._graph.run(step, inputs, depends_on).clone()
 
     def _note(self, names: tuple[str, ...], problems: Tensor) -> None:
-        self._graph.on_host(lambda: super(GraphedLoss, self)._note(names, problems))
+        note = super()._note
+        if self._graph.capturing:  # each replay overwrites the tensor
+            self._graph.on_host(lambda: note(names, problems.clone()))
+        else:
+            note(names, problems)

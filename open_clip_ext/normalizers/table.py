@@ -44,16 +44,15 @@ class RowNormalizer(RowState, Normalizer):
 
     def __init__(self, num_samples: int, device: torch.device | str = "cpu", **options: Any):
         super().__init__(num_samples, device, **options)
-        self._unvisited = torch.tensor(num_samples)  # number of rows, kept on the batches' device
+        self._unvisited = torch.tensor(float(num_samples), dtype=torch.float64)  # rows, on the batches' device
 
     @torch.no_grad()
     def update(self, batch: Batch) -> Tensor:
         """Update the batch's rows; return all their columns, (B, c)."""
         old = self.lookup(batch)
         new = self.write(batch, old, batch.equal_rows.log_mean_exp(batch.all_log_batch.T))
-        first_visits = (old[:, 0] == -math.inf) & batch.finite
-        visited = (first_visits / batch.equal_rows.count).sum().round().long()
-        self._unvisited = self._unvisited.to(old.device).sub_(visited)
+        visited = ((old[:, 0] == -math.inf) / batch.equal_rows.count).sum().round()
+        self._unvisited = self._unvisited.to(old.device).addcmul_(visited, batch.finite, value=-1)
         return new
 
     def forward(self, batch: Batch, updated: Any = None) -> Tensor:
@@ -67,14 +66,14 @@ class RowNormalizer(RowState, Normalizer):
     def full_state(self) -> dict[str, Any]:
         state = super().full_state()
         in_files = any(isinstance(value, dict) for value in state.values())  # where nobody counts over all rows
-        return state | ({"unvisited": self._unvisited.clone().cpu()} if in_files else {})
+        return state | ({"unvisited": self._unvisited.long().cpu()} if in_files else {})
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         super().load_full_state(state)
         if "unvisited" in state:  # the rows are in files
-            self._unvisited = state["unvisited"].clone()
+            self._unvisited = state["unvisited"].double()
         else:
-            self._unvisited = (state[next(iter(self.columns))][:, 0] == -math.inf).sum()
+            self._unvisited = (state[next(iter(self.columns))][:, 0] == -math.inf).sum().double()
 
 
 class MovingAverageTable(RowNormalizer):
