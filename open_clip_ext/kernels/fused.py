@@ -95,7 +95,7 @@ def half(factor: Tensor, low: bool = False) -> Tensor:
 
 
 def add_product(
-    gradient: Tensor, weights: Tensor, vectors: Tensor, unit: Tensor, factor: float, is_first: bool = False
+    gradient: Tensor, weights: Tensor, vectors: Tensor, unit: Tensor, factor: float, is_first: bool
 ) -> None:
     """Add unit * factor * weights @ vectors; factors of 16 bits, sums of float32. `gradient` is empty if `is_first`."""
     if is_first:
@@ -190,8 +190,8 @@ class FusedBlocks(SimilarityBlocks):
             )  # fmt: skip
             yield block, row, column, launch.view(memory)
 
-    def _add_product(self, feature: Tensor, weights: Tensor, vectors: Tensor) -> None:
-        add_product(feature, weights, vectors, self.weight_unit, 1 / self.batch.size)
+    def _add_product(self, feature: Tensor, weights: Tensor, vectors: Tensor, is_first: bool) -> None:
+        add_product(feature, weights, vectors, self.weight_unit, 1 / self.batch.size, is_first)
 
 
 class FusedPairs(Pairs):

@@ -132,11 +132,11 @@ class SimilarityBlocks:
         """log-sum-exp over the negatives, which lie along `dim`; the anchors lie along the other dimension."""
         gaps = torch.sub(similarities, positives.unsqueeze(dim), out=like(memory, similarities))
         exponents = self.surrogate.value(gaps).div_(tau.unsqueeze(dim))
-        self._leave_out(exponents, part, -math.inf)
+        self._leave_out(exponents, part, torch.finfo(exponents.dtype).min)
         return log_sum_exp_(exponents, dim, out)
 
     def add_gradients(
-        self, features: tuple[Tensor, Tensor], all_alpha: Tensor
+        self, features: tuple[Tensor, Tensor], all_alpha: Tensor, are_empty: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Add the gradient of mean_i tau_i * exp(-alpha_i) (eps + g_i), summed over both directions of the global
         batch, with alpha constant (NeuCLIP, Eq. 4; iSogCLR, Eq. 14 and 21).
@@ -147,6 +147,7 @@ class SimilarityBlocks:
         Args:
             features: where the gradients in this process's `image` and `text` are added, (b, d) each.
             all_alpha: log-normalizers of all anchors, (2, B), at least L - MAX_LOG_WEIGHT + min(0, log tau).
+            are_empty: whether `features` are memory that nothing was written into.
 
         Returns:
             Per anchor the sum of its negatives' weights, and tau_i * exp(-alpha_i) * dg_i/dtau_i, (2, b) each.
@@ -154,17 +155,26 @@ class SimilarityBlocks:
         batch = self.batch
         all_shift = -self.log_negatives - all_alpha
         sums = all_alpha.new_empty(2, 2, len(batch.positives))  # by side of the anchor, as in `_weights_of_anchors`
+        if are_empty and len(self.blocks) > 2:  # which overlap
+            for feature in features:
+                feature.zero_()
+            are_empty = False
+        written: set[tuple[int, int | None]] = set()  # sides and starts of slices
         for block, row, column, weights in self._weights(all_shift, sums):
-            self._add_product(features[block.row_side][row], weights, block.columns[column])
+            products = [(block.row_side, row, weights, block.columns[column])]
             if block.both_directions:
-                self._add_product(features[block.column_side][column], weights.T, block.rows[row])
+                products.append((block.column_side, column, weights.T, block.rows[row]))
+            for side, some, factor, vectors in products:
+                is_first = are_empty and (side, some.start) not in written
+                written.add((side, some.start))
+                self._add_product(features[side][some], factor, vectors, is_first)
         positive_weight = sums[:, 0].sum(0)
         for feature, partner in zip(features, (batch.text, batch.image), strict=True):
             feature.addcmul_(positive_weight[:, None], partner.detach(), value=-1 / batch.size)
         return sums[:, 0], -sums[:, 1]
 
-    def _add_product(self, feature: Tensor, weights: Tensor, vectors: Tensor) -> None:
-        feature.addmm_(weights, vectors, alpha=1 / self.batch.size)
+    def _add_product(self, feature: Tensor, weights: Tensor, vectors: Tensor, is_first: bool) -> None:
+        feature.addmm_(weights, vectors, beta=0 if is_first else 1, alpha=1 / self.batch.size)
 
     def _weights(
         self, all_shift: Tensor, sums: Tensor

@@ -67,8 +67,8 @@ def highest(exponents: Tensor, dim: int) -> Tensor:
 
 
 def log_sum_exp_(exponents: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
-    """`exponents.logsumexp(dim)`, overwriting `exponents`; where all are -inf, a large negative number."""
-    peak = highest(exponents, dim).clamp_(min=torch.finfo(exponents.dtype).min)
+    """`exponents.logsumexp(dim)`, overwriting `exponents`, which are finite where nothing else is along `dim`."""
+    peak = highest(exponents, dim)
     return torch.add(exp_(exponents.sub_(peak)).sum(dim).log_(), peak.squeeze(dim), out=out)
 
 

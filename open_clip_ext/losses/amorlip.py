@@ -185,8 +185,8 @@ class AmorLIPLoss(Amortization):
         log_lambda = log_lambda.maximum(log_means + scale * positives - MAX_LOG_RATIO)
         relative = log_lambda - scale * positives
         alpha = relative - log_negative_weight
-        grad_image, grad_text = torch.zeros_like(image), torch.zeros_like(text)
-        _, tau_terms = blocks.add_gradients((grad_image, grad_text), alpha)
+        grad_image, grad_text = torch.empty_like(image), torch.empty_like(text)
+        _, tau_terms = blocks.add_gradients((grad_image, grad_text), alpha, are_empty=True)
         excess = (log_means - relative).exp().sum(dim=0) - 2
         grad_image.addcmul_(excess[:, None], text, value=1 / size)
         grad_text.addcmul_(excess[:, None], image, value=1 / size)

@@ -275,8 +275,8 @@ class Loss(LossState):
         Args:
             parts: pairs (input, this process's part of the gradient, which is overwritten), the features first.
         """
-        if (processes := world_size()) > 1:  # DistributedDataParallel averages over them
-            torch._foreach_mul_([gradient for _, gradient in parts], processes)
+        if world_size() > 1:  # DistributedDataParallel averages over them
+            torch._foreach_mul_([gradient for _, gradient in parts], world_size())
         self.note_gradients(*(gradient for _, gradient in parts[:2]))
         return attach_gradients(value, parts)
 

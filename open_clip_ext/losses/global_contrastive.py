@@ -171,12 +171,14 @@ class GlobalContrastiveLoss(ComposedLoss):
             values, slopes = self.objective.value_and_slope(batch.all_log_batch, all_alpha)
             if several := None if positive_key is None else SeveralPositives(batch):
                 values = values + several.gaps / batch.all_tau
+            if self.temperature.rho:
+                values = values + self.temperature.rho
             value = self.temperature.value(batch.all_tau, values)
             gradients, tau_terms, consistency = self._gradients(
                 blocks, tau, inputs, alpha, all_alpha, values, slopes, several
             )
             if update_state and rows is not None:
-                per_anchor = values + self.temperature.rho + all_gather(tau_terms.T).T
+                per_anchor = values + all_gather(tau_terms.T).T
                 if self.one_per_pair:
                     per_anchor = per_anchor.mean(dim=0).expand(2, -1)
                 self.temperature.update(batch, rows, per_anchor)
@@ -238,7 +240,7 @@ class GlobalContrastiveLoss(ComposedLoss):
         Args:
             inputs: leaves of alpha's graph.
             alpha: (2, b), with its graph.
-            all_alpha, values: (2, B).
+            all_alpha, values: (2, B); values with rho.
             slopes: derivative of `values` in alpha, (2, B), if the objective is minimized through alpha.
             several: the anchors' positives, where they may have more than one.
 
@@ -249,7 +251,8 @@ class GlobalContrastiveLoss(ComposedLoss):
         batch = blocks.batch
         image, text, grad_tau, learned = self.gradient_through_alpha(batch, inputs, alpha, slopes)
         scaled = self.temperature.scales_encoders  # the kernel's gradient has the factor tau_i
-        pulls, tau_terms = blocks.add_gradients((image, text), all_alpha if scaled else all_alpha + batch.all_tau.log())
+        all_alpha = all_alpha if scaled else all_alpha + batch.all_tau.log()
+        pulls, tau_terms = blocks.add_gradients((image, text), all_alpha, are_empty=grad_tau is None)
         if grad_tau is not None:
             tau_terms = torch.add(tau_terms, grad_tau, alpha=batch.size)
         if several is not None:
@@ -288,12 +291,12 @@ class GlobalContrastiveLoss(ComposedLoss):
             slopes: derivatives of the values in alpha, (2, B), if there are any.
 
         Returns:
-            Gradients in image and text, (b, d) each, and in tau, (2, b), or None; pairs (parameter, gradient) of the
-            normalizer's parameters that autograd trains.
+            Gradients in image and text, (b, d) each, and in tau, (2, b); pairs (parameter, gradient) of the
+            normalizer's parameters that autograd trains. Without slopes the first two are empty, the third is None.
         """
         leaves = [inputs.image, inputs.text, inputs.positives, inputs.tau]
         if slopes is None or not alpha.requires_grad:
-            return torch.zeros_like(batch.image), torch.zeros_like(batch.text), None, []
+            return torch.empty_like(batch.image), torch.empty_like(batch.text), None, []
         slopes = slopes[:, batch.local] * self.temperature.scale(batch.tau) / batch.size
         parameters = [parameter for parameter in self.normalizer.parameters() if parameter.requires_grad]
         grads = torch.autograd.grad(alpha, [*leaves, *parameters], slopes, allow_unused=True, materialize_grads=True)
@@ -321,9 +324,9 @@ class GlobalContrastiveLoss(ComposedLoss):
         taus, log_batch, alpha = self._last
         deviation, mean = torch.std_mean(alpha, dim=1)
         log_weights = (log_batch - alpha).flatten()
-        chance = self.temperature.value(taus, self.surrogate.value(torch.zeros_like(taus)) / taus)
+        chance = self.surrogate.value(torch.zeros_like(taus)) / taus + self.temperature.rho
         return {
-            **({} if self.takes_reference else {"loss_at_chance": chance}),
+            **({} if self.takes_reference else {"loss_at_chance": self.temperature.value(taus, chance)}),
             **self.temperature.diagnostics(taus),
             "alpha_image_mean": mean[0],
             "alpha_image_std": deviation[0],

@@ -132,7 +132,7 @@ class Prototypes(RingNormalizer, NPN):
         self._take(slice(held, self.ring.own_active))
 
     def _restart(self, batch: Batch) -> None:
-        self._take(slice(None))
+        self._take(slice(self.ring.own_active))
 
     def _take(self, places: slice) -> None:
         """Overwrite prototypes with the embeddings in the ring."""
