@@ -131,13 +131,13 @@ class EqualRows:
 
     Attributes:
         group: number of each entry's group, in [0, B), (B,): its first entry's place in the sorted `index`.
-        count: how often each entry occurs, (B,) float32.
+        count: how often each entry occurs, (B,) int64.
     """
 
     def __init__(self, index: Tensor):
         ordered = index.sort().values
         self.group = torch.searchsorted(ordered, index)
-        self.count = (torch.searchsorted(ordered, index, right=True) - self.group).float()
+        self.count = torch.searchsorted(ordered, index, right=True) - self.group
 
     def _sum(self, values: Tensor) -> Tensor:
         # index_put_ adds in a fixed order on CUDA, index_add_ does not.
@@ -145,7 +145,7 @@ class EqualRows:
 
     def mean(self, values: Tensor) -> Tensor:
         """Replace each of `values` (B, c) by the mean over its group."""
-        return self._sum(values) / self.count[:, None].to(values)
+        return self._sum(values) / self.count[:, None]
 
     def log_mean_exp(self, values: Tensor) -> Tensor:
         """Replace each of `values` (B, c) by the log of the mean of exp over its group."""
@@ -160,14 +160,16 @@ def add_eps(log_values: Tensor, eps: float) -> Tensor:
     return torch.logaddexp(log_values, log_eps)
 
 
-def log_mean(log_total: Tensor, counts: Tensor, eps: float, log_batch: Tensor) -> Tensor:
+def log_mean(log_total: Tensor, counts: Tensor | int, eps: float, log_batch: Tensor) -> Tensor:
     """log(eps + exp(log_total) / counts), (2, b); L for anchors whose count is 0.
 
     Args:
         log_total: log of each anchor's sum, (2, b).
-        counts: how many terms each sum has, (b,).
+        counts: how many terms each sum has, (b,), or all have, at least 1.
         log_batch: L, (2, b).
     """
+    if isinstance(counts, int):
+        return add_eps(log_total - math.log(counts), eps)
     return torch.where(counts > 0, add_eps(log_total - counts.clamp(min=1).log(), eps), log_batch)
 
 

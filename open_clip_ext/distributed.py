@@ -42,6 +42,14 @@ def all_gather(tensor: Tensor) -> Tensor:
     return gathered
 
 
+def gather_values(*values: Tensor) -> tuple[Tensor, ...]:
+    """Concatenate each of `values` (c, b) of every process along the second axis to (c, B), as `all_gather`."""
+    if world_size() == 1:
+        return tuple(value.detach() for value in values)
+    gathered = all_gather(torch.cat([value.T for value in values], dim=1)).T
+    return gathered.split([len(value) for value in values])
+
+
 def all_gather_object(value: Any) -> list[Any]:
     """Values of all processes, in the order of ranks."""
     if world_size() == 1:

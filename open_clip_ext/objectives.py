@@ -58,6 +58,11 @@ class Objective:
         """Derivative of `value` in alpha at fixed L; not defined where `through_alpha` is False."""
         raise NotImplementedError
 
+    @classmethod
+    def value_and_slope(cls, log_batch: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`value` and, where `through_alpha` is True, `slope`."""
+        return cls.value(log_batch, alpha), cls.slope(log_batch, alpha) if cls.through_alpha else None
+
 
 class Compositional(Objective):
     """The objective with alpha as a constant for the encoders."""
@@ -82,6 +87,11 @@ class Unified(Objective):
     @staticmethod
     def slope(log_batch: Tensor, alpha: Tensor) -> Tensor:
         return 1 - (log_batch - alpha).clamp(max=MAX_LOG_WEIGHT).exp()
+
+    @classmethod
+    def value_and_slope(cls, log_batch: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+        slope = cls.slope(log_batch, alpha)
+        return alpha - slope, slope
 
 
 class L2Log(Objective):

@@ -71,7 +71,8 @@ class RowState(Part, nn.Module):
         """
         assert batch.index is not None
         new = self.new_rows(dict(zip(self.columns, old.split(2, dim=1), strict=True)), estimate)
-        both = torch.where(batch.finite, torch.cat([new[name] for name in self.columns], dim=1), old)
+        columns = [new[name] for name in self.columns]
+        both = torch.where(batch.finite, torch.cat(columns, dim=1) if len(columns) > 1 else columns[0], old)
         self.rows.assign(batch.index, both)
         return both
 

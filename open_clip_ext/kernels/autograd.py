@@ -8,9 +8,9 @@ from torch import Tensor
 
 class AttachGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, inputs: int, *inputs_and_gradients: Tensor) -> Tensor:
+    def forward(ctx: Any, value: tuple[Tensor], inputs: int, *inputs_and_gradients: Tensor) -> Tensor:
         ctx.save_for_backward(*inputs_and_gradients[inputs:])
-        return value.clone()
+        return value[0]  # out of a tuple it is no input, of which autograd would want a copy
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -24,10 +24,11 @@ def attach_gradients(value: Tensor, gradients: list[tuple[Tensor, Tensor]]) -> T
     """Return `value`, 0-d, with a backward pass that gives each input its gradient.
 
     Args:
+        value: the result has its memory.
         gradients: pairs (input, gradient of the same shape).
     """
     inputs = [tensor for tensor, _ in gradients]
-    return AttachGradient.apply(value.detach(), len(inputs), *inputs, *(gradient for _, gradient in gradients))
+    return AttachGradient.apply((value.detach(),), len(inputs), *inputs, *(gradient for _, gradient in gradients))
 
 
 def scale_gradient(tensor: Tensor, factor: float) -> Tensor:

@@ -16,18 +16,19 @@ Shapes: b pairs of this process, B of all, d = dimension of the embeddings.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from open_clip_ext.batch import Batch
-from open_clip_ext.distributed import all_gather
+from open_clip_ext.distributed import all_gather, gather_values
 from open_clip_ext.kernels.choice import HAS_OUT_DTYPE, fused_kernels
 from open_clip_ext.kernels.positives import SeveralPositives
-from open_clip_ext.kernels.streaming import add_exp_, exp_, tiles
+from open_clip_ext.kernels.streaming import add_exp_, add_sum_, exp_, tiles
 
 
 @dataclass
@@ -64,14 +65,13 @@ class Pairs:
         self.image, self.scale, self.bias = image, scale, bias
         self.low, self.native = low, low and image.device.type == "cuda" and HAS_OUT_DTYPE
         self.size, self.offset = batch.size, batch.offset
-        self.gradients = torch.zeros_like(image), torch.zeros_like(text)
+        self.gradients = torch.empty_like(image), torch.empty_like(text)
         sides = [(image, text)]
         if len(image) < batch.size:
             sides = [(image, batch.all_text), (text, batch.all_image)]
         self.blocks = [(self._rounded(rows), self._rounded(columns)) for rows, columns in sides]
         self.slices = tiles(len(image), [slice(0, self.size)], image.device)
-
-    unit = 1.0  # by which logits are multiplied to be the base e's
+        self._only_tile: dict[int, Tile] = {}  # of the block of `sums`'s last side, if there are no others
 
     def _rounded(self, factor: Tensor) -> Tensor:
         if not self.low:
@@ -109,30 +109,35 @@ class Pairs:
     def sums(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of each anchor the highest logit of its negatives and the sum of their exponentials over that of the highest,
         (2, b) each; and the logit of each pair, (b,)."""
-        peaks = self.scale.new_full((2, len(self.image)), torch.finfo(self.scale.dtype).min)
-        totals, positives = torch.zeros_like(peaks), torch.empty_like(peaks[0])
+        # The first tile of an anchor has a negative: a tile's size is above 1, as is a batch's.
+        peaks = self.scale.new_empty(2, len(self.image))
+        totals, positives = torch.empty_like(peaks), torch.empty_like(peaks[0])
         for side in range(len(self.blocks)):
             for tile in self._tiles(side):
                 positive_logits = tile.logits.diagonal(tile.shift)
                 positives[tile.positives] = positive_logits
                 positive_logits.fill_(-math.inf)
+                anchors = [(side, 1, tile.row, tile.column.start == 0)]
                 if len(self.blocks) == 1:
-                    add_exp_(peaks[1, tile.column], totals[1, tile.column], tile.logits, 0, tile.buffer)
-                add_exp_(peaks[side, tile.row], totals[side, tile.row], tile.logits, 1, tile.logits)
+                    anchors.append((1, 0, tile.column, tile.row.start == 0))
+                for of, dim, some, is_first in anchors:
+                    add_exp_(peaks[of, some], totals[of, some], tile.logits, dim, tile.buffer, is_first)
+        if len(self.slices[0]) == len(self.slices[1]) == 1:
+            self._only_tile[side] = tile
         return peaks, totals, positives
 
     def add_softmax(
         self, highest: Tensor, factors: Tensor, all_highest: Tensor, all_factors: Tensor, positive_weights: Tensor,
-        largest: Tensor,
+        largest: Callable[[], Tensor],
     ) -> None:
         """Add the gradient whose weights are exp(l_ij - highest_i) factor_i of both of a pair's anchors together, those
         of all processes in (2, B), and of a positive `positive_weights`, (b,).
 
         Args:
-            largest: an upper bound of an anchor's part of a weight, 0-d.
+            largest: gives an upper bound of an anchor's part of a weight, 0-d.
         """
-        for side in range(len(self.blocks)):
-            for tile in self._tiles(side):
+        for side in reversed(range(len(self.blocks))):
+            for tile in [self._only_tile.pop(side)] if side in self._only_tile else self._tiles(side):
                 # With exp(l - r) instead all weights of an anchor would be off by the same rounding of r.
                 rows = exp_(torch.sub(tile.logits, highest[side, tile.row, None], out=tile.buffer))
                 columns = exp_(tile.logits.sub_(all_highest[1 - side, tile.column]))
@@ -143,39 +148,45 @@ class Pairs:
     def add_sigmoid(self) -> tuple[Tensor, Tensor]:
         """Add the gradient of -log sigmoid(l_ij) of the positives and -log sigmoid(-l_ij) of the others; return the
         sums of these values and of their derivatives in l_ij for this process's images, 0-d each."""
-        values, all_weights = torch.zeros_like(self.image[:, 0]), torch.zeros_like(self.image[:, 0])
+        values, all_weights = self.image.new_empty(2, len(self.image))
         zero = torch.zeros_like(self.scale)
         for side in range(len(self.blocks)):
             for tile in self._tiles(side):
                 tile.logits.diagonal(tile.shift).neg_()
+                is_first = tile.column.start == 0
                 if side == 0:  # the other block has the same pairs, on another process
-                    values[tile.row].add_(torch.logaddexp(tile.logits, zero, out=tile.buffer).sum(1))
+                    add_sum_(values[tile.row], torch.logaddexp(tile.logits, zero, out=tile.buffer), 1, is_first)
                 weights = tile.logits.sigmoid_()
                 weights.diagonal(tile.shift).neg_()
                 if side == 0:
-                    all_weights[tile.row].add_(weights.sum(1))
+                    add_sum_(all_weights[tile.row], weights, 1, is_first)
                 self._add(side, tile.row, tile.column, self._rounded(weights))
         return values.sum(), all_weights.sum()
+
+    def difference(self, logits: Tensor, others: Tensor) -> Tensor:
+        """logits - others, of those of `sums`, in the unit of the base e's."""
+        return logits - others
 
     def _add(self, side: int, row: slice, column: slice, weights: Tensor) -> None:
         """Add the weighted columns to the rows' gradient; with one block, the weighted rows to the columns', too."""
         rows, columns = self.blocks[side]
-        self._add_product(self.gradients[side][row], weights, columns[column])
+        self._add_product(self.gradients[side][row], weights, columns[column], column.start == 0)
         if len(self.blocks) == 1:
-            self._add_product(self.gradients[1][column], weights.T, rows[row])
+            self._add_product(self.gradients[1][column], weights.T, rows[row], row.start == 0)
 
-    def _add_product(self, gradient: Tensor, weights: Tensor, vectors: Tensor) -> None:
-        if self.native:
-            gradient.add_(torch.mm(weights, vectors, out_dtype=gradient.dtype))
+    def _add_product(self, gradient: Tensor, weights: Tensor, vectors: Tensor, is_first: bool) -> None:
+        """Add weights @ vectors to `gradient`, which is empty if `is_first`."""
+        if not self.native:
+            gradient.addmm_(weights, vectors, beta=0 if is_first else 1)
+        elif is_first:
+            gradient.copy_(torch.mm(weights, vectors, out_dtype=gradient.dtype))
         else:
-            gradient.addmm_(weights, vectors)
+            gradient.add_(torch.mm(weights, vectors, out_dtype=gradient.dtype))
 
     def finish(self, factor: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return this process's part of the gradient in image, text and scale: `factor` times the sums so far."""
-        grad_scale = torch.linalg.vecdot(self.gradients[0], self.image).sum() * factor
-        scale = self.scale * factor
-        for gradient in self.gradients:
-            gradient.mul_(scale)
+        grad_scale = (self.gradients[0] * self.image).sum() * factor
+        torch._foreach_mul_(self.gradients, self.scale * factor)
         return *self.gradients, grad_scale
 
 
@@ -193,14 +204,16 @@ def clip_loss(
     pairs = make_pairs(batch, scale, None, low, kernels)
     peaks, totals, positives = pairs.sums()
     highest = torch.maximum(peaks, positives)
-    below, positives_below = (peaks - highest) * pairs.unit, (positives - highest) * pairs.unit
-    losses = torch.logaddexp(totals.log() + (below - positives_below), torch.zeros_like(positives))
+    below, positives_below = pairs.difference(peaks, highest), pairs.difference(positives, highest)
+    losses = softplus(totals.log() + (below - positives_below), threshold=40)  # below, log(1 + exp) to the last digit
     totals *= below.exp()
     factors = (totals + positives_below.exp()).reciprocal()
     positive_weights = -(totals * factors).sum(0)
-    gathered = all_gather(torch.cat([highest, factors, losses]).T).T
-    all_highest, all_factors, all_losses = gathered.split(2)
-    largest = -torch.expm1(-all_losses.max())  # of 1 minus the positive's probability
+    all_highest, all_factors, all_losses = gather_values(highest, factors, losses)
+
+    def largest() -> Tensor:  # of 1 minus the positive's probability
+        return -torch.expm1(-all_losses.max())
+
     pairs.add_softmax(highest, factors, all_highest, all_factors, positive_weights, largest)
     return all_losses.mean(), pairs.finish(1 / (2 * pairs.size))
 

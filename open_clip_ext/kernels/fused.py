@@ -6,7 +6,7 @@ multiplied by 2^8 and weights by a power of two so that none is too small for it
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, cached_property
 from typing import Any
 
@@ -94,8 +94,12 @@ def half(factor: Tensor, low: bool = False) -> Tensor:
     return torch.mul(factor, FACTOR, out=rounded)
 
 
-def add_product(gradient: Tensor, weights: Tensor, vectors: Tensor, unit: Tensor, factor: float) -> None:
-    """Add unit * factor * weights @ vectors; factors of 16 bits, sums of float32."""
+def add_product(
+    gradient: Tensor, weights: Tensor, vectors: Tensor, unit: Tensor, factor: float, is_first: bool
+) -> None:
+    """Add unit * factor * weights @ vectors; factors of 16 bits, sums of float32. `gradient` is empty if `is_first`."""
+    if is_first:
+        gradient.zero_()
     if gradient.is_cuda:
         product = torch.mm(weights, vectors, out_dtype=gradient.dtype)
     else:
@@ -171,8 +175,8 @@ class FusedBlocks(SimilarityBlocks):
         all_shift = torch.mul(all_shift, LOG2_E, out=torch.empty(all_shift.shape, device=all_shift.device))
         shift = all_shift[:, batch.local]
         at_peak = (peaks + shift).exp2_()
-        sums[:, 0].addcmul_(at_peak, totals)
-        sums[:, 1].addcmul_(at_peak, torch.addcmul(moments, peaks, totals), value=1 / LOG2_E)
+        torch.mul(at_peak, totals, out=sums[:, 0])
+        torch.mul(at_peak, torch.addcmul(moments, peaks, totals).div_(LOG2_E), out=sums[:, 1])
         log2_sums = self._log2_sums
         if len(batch.image) < batch.size:  # those of all processes' anchors are at most
             log2_sums = LOG2_E * (batch.all_log_batch + self.log_negatives)
@@ -186,8 +190,8 @@ class FusedBlocks(SimilarityBlocks):
             )  # fmt: skip
             yield block, row, column, launch.view(memory)
 
-    def _add_product(self, feature: Tensor, weights: Tensor, vectors: Tensor) -> None:
-        add_product(feature, weights, vectors, self.weight_unit, 1 / self.batch.size)
+    def _add_product(self, feature: Tensor, weights: Tensor, vectors: Tensor, is_first: bool) -> None:
+        add_product(feature, weights, vectors, self.weight_unit, 1 / self.batch.size, is_first)
 
 
 class FusedPairs(Pairs):
@@ -239,13 +243,16 @@ class FusedPairs(Pairs):
                 sums.add(column_parts, 1, column)
         return sums.values[0], sums.values[1], positives
 
+    def difference(self, logits: Tensor, others: Tensor) -> Tensor:
+        return (logits - others).mul_(self.unit)
+
     def add_softmax(
         self, highest: Tensor, factors: Tensor, all_highest: Tensor, all_factors: Tensor, positive_weights: Tensor,
-        largest: Tensor,
+        largest: Callable[[], Tensor],
     ) -> None:
         shift, all_shift = (-one.contiguous() for one in (highest, all_highest))
         factors, all_factors = factors.contiguous(), all_factors.contiguous()
-        log2_factor = log2_factor_of(largest.log2())
+        log2_factor = log2_factor_of(largest().log2())
         self.weight_unit = (-log2_factor).exp2_()
         for side, row, column, launch in self._launches(tile_kernels.weights):
             launch(
@@ -266,8 +273,8 @@ class FusedPairs(Pairs):
             self._add(side, row, column, launch.view(self._memory))
         return sums[0] / LOG2_E, sums[1]
 
-    def _add_product(self, gradient: Tensor, weights: Tensor, vectors: Tensor) -> None:
-        add_product(gradient, weights, vectors, self.weight_unit, 1.0)
+    def _add_product(self, gradient: Tensor, weights: Tensor, vectors: Tensor, is_first: bool) -> None:
+        add_product(gradient, weights, vectors, self.weight_unit, 1.0, is_first)
 
 
 @cache
@@ -293,13 +300,15 @@ def results_of_blocks(kind: type[SimilarityBlocks], batch: Batch) -> list[Tensor
 def results_of_pairs(kind: type[Pairs], batch: Batch, is_sigmoid: bool, low: bool) -> list[Tensor]:
     scale = torch.full((), 2.0, device=batch.image.device)
     pairs = kind(batch, scale, -scale if is_sigmoid else None, low)
+    zero = torch.zeros_like(scale)
     if is_sigmoid:
         return [*pairs.add_sigmoid(), *pairs.gradients]
     peaks, totals, positives = pairs.sums()
     highest, factors = torch.zeros_like(batch.all_tau), batch.all_tau
     local = highest[:, batch.local], factors[:, batch.local]
-    pairs.add_softmax(*local, highest, factors, positives * pairs.unit, 16 * factors.amax())
-    return [peaks * pairs.unit + totals.log(), positives * pairs.unit, *pairs.gradients]
+    positives = pairs.difference(positives, zero)
+    pairs.add_softmax(*local, highest, factors, positives, lambda: 16 * factors.amax())
+    return [pairs.difference(peaks, zero) + totals.log(), positives, *pairs.gradients]
 
 
 @torch.no_grad()

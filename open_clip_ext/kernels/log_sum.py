@@ -31,14 +31,14 @@ Keys = tuple[Tensor, Tensor]  # of the anchors (b,) and of the vectors (k,), int
 
 
 def constants_of(positives: Tensor, tau: Tensor, surrogate: Surrogate) -> Tensor:
-    """The anchors' constants, (..., r), that `exponents_of` leaves out of the exponents; same arguments."""
-    return -positives / tau if is_linear(surrogate) else torch.zeros_like(tau)
+    """The anchors' constants, (..., r), that `exponents_of` subtracts too little; same arguments."""
+    return positives / tau if is_linear(surrogate) else torch.zeros_like(tau)
 
 
 def exponents_of(
     similarities: Tensor, positives: Tensor, tau: Tensor, surrogate: Surrogate
 ) -> tuple[Tensor, Tensor | float]:
-    """Exponents l(cos(e_i, q_j) - s_ii) / tau minus the anchors' constants (`constants_of`).
+    """Exponents l(cos(e_i, q_j) - s_ii) / tau plus the anchors' constants (`constants_of`).
 
     Args:
         similarities: the cosines, (..., r, k), divided by tau if l is linear; overwritten.
@@ -75,7 +75,10 @@ def log_sums(
     """
     slices = [slice(0, vectors.shape[1])] if slices is None else slices
     linear = is_linear(surrogate)
-    values = positives.new_full((2, len(positives)), -math.inf)
+    constants = constants_of(positives, tau, surrogate)
+    values = torch.empty_like(tau)
+    if all(some.stop == some.start for some in slices):
+        values.fill_(-math.inf)  # nothing is written below
     grad_anchor = grad_positive = grad_tau = None
     if needs_grad:
         grad_anchor = image.new_empty(2, *image.shape)
@@ -86,15 +89,17 @@ def log_sums(
     for side, anchors in enumerate((image, text)):
         _write(
             values[side], _one(grad_anchor, side), _one(grad_positive, side), _one(grad_tau, side), _one(lengths, side),
-            anchors, positives, tau[side], vectors[side], surrogate, slices, keys,
+            anchors, positives, tau[side], constants[side], vectors[side], surrogate, slices, keys,
         )
     if grad_anchor is None:
         return values, None
     if grad_positive is None or grad_tau is None:  # l is linear
         # sum_j p_ij = 1, and sum_j p_ij cos_ij / tau is the inner product of the anchor and its derivative.
         grad_positive = -1 / tau
-        means = [(anchors * gradient).sum(1) for anchors, gradient in zip((image, text), grad_anchor, strict=True)]
-        grad_tau = (positives / tau - torch.stack(means)) / tau
+        grad_tau = torch.empty_like(tau)
+        for anchors, gradient, mean in zip((image, text), grad_anchor, grad_tau, strict=True):
+            torch.sum(anchors * gradient, 1, out=mean)
+        grad_tau = (constants - grad_tau) / tau
     return values, (grad_anchor, grad_positive, grad_tau)
 
 
@@ -104,8 +109,8 @@ def _one(tensor: Tensor | None, side: int) -> Tensor | None:
 
 def _write(
     values: Tensor, grad_anchor: Tensor | None, grad_positive: Tensor | None, grad_tau: Tensor | None,
-    lengths: Tensor | None, anchors: Tensor, positives: Tensor, tau: Tensor, vectors: Tensor, surrogate: Surrogate,
-    slices: Sequence[slice], keys: Keys | None,
+    lengths: Tensor | None, anchors: Tensor, positives: Tensor, tau: Tensor, constants: Tensor, vectors: Tensor,
+    surrogate: Surrogate, slices: Sequence[slice], keys: Keys | None,
 ) -> None:
     """Write one direction's values and those derivatives that are not None; for a linear l only `grad_anchor`."""
     linear = is_linear(surrogate)
@@ -131,16 +136,20 @@ def _write(
             peak = highest(exponents, 1)
             # If l is not the identity, the derivative in tau needs the exponents again.
             probs = exp_(exponents.sub_(peak) if linear else exponents - peak)
-            peak = peak[:, 0] + constants_of(positives[row], row_tau, surrogate)
-            log_sum = probs.sum(1).log_().add_(peak)
-            before = values[row]
-            after = log_sum if is_first_tile else torch.logaddexp(before, log_sum)
+            peak = peak[:, 0] - constants[row]
+            total, after = probs.sum(1), values[row]
+            if is_first_tile:
+                torch.add(total.log(), peak, out=after)
+            else:
+                before = after.clone()
+                torch.logaddexp(before, total.log_().add_(peak), out=after)
             if grad_anchor is not None:
                 if not is_first_tile:
                     # The new total scales down the probabilities of the earlier tiles.
                     decay = (before - after).exp_()
                     grad_anchor[row].mul_(decay[:, None])
-                weights = probs.mul_(((peak - after).exp_() / row_tau)[:, None])
+                factor = total.reciprocal_() if is_first_tile else (peak - after).exp_()
+                weights = probs.mul_((factor / row_tau)[:, None])
                 if grad_tau is not None and grad_positive is not None:
                     if not is_first_tile:
                         grad_tau[row].mul_(decay)
@@ -149,7 +158,6 @@ def _write(
                     weights.mul_(slope)
                     grad_positive[row].sub_(weights.sum(1))
                 grad_anchor[row].addmm_(weights, some, beta=0 if is_first_tile else 1)
-            values[row] = after
 
 
 def number_of_equals(keys: Tensor, vector_keys: Tensor) -> Tensor:

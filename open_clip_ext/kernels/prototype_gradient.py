@@ -40,21 +40,21 @@ class PrototypeGradient:
         active: m, prototypes in use.
         own_active: k, those on this process.
         split: whether the prototypes are sharded over processes.
-        counts: number of prototypes in each anchor's mean, (B,); if it is 0, alpha is L and the gradient 0.
+        counts: number of prototypes in each anchor's mean, (B,), or in all; if it is 0, alpha is L and the gradient 0.
         keys: of all anchors and of this process's prototypes, if they have any; prototypes with the anchor's key are
             left out of its mean.
     """
 
     def __init__(
         self, batch: Batch, objective: type[Objective], surrogate: Surrogate, eps: float,
-        active: int, own_active: int, split: bool, counts: Tensor, keys: Keys | None = None,
+        active: int, own_active: int, split: bool, counts: Tensor | int, keys: Keys | None = None,
     ):
         self.batch, self.objective, self.surrogate, self.split = batch, objective, surrogate, split
         self.log_eps = batch.all_positives.new_full((), math.log(eps))
         self.keys = keys
         self.counted = counts > 0
-        log_counts = counts.clamp(min=1).log()
-        self.shift = constants_of(batch.all_positives, batch.all_tau, surrogate) - log_counts  # (2, B)
+        log_counts = math.log(counts) if isinstance(counts, int) else counts.clamp(min=1).log()
+        self.shift = -log_counts - constants_of(batch.all_positives, batch.all_tau, surrogate)  # (2, B)
         self.anchor_weight = objective.weight(batch.all_tau) * batch.finite / batch.size  # in the mean, (2, B)
         self.anchors = torch.stack([batch.all_image, batch.all_text]).masked_fill_(~batch.finite, 0.0)
         if is_linear(surrogate):
@@ -114,7 +114,9 @@ class PrototypeGradient:
         log_mean = probs.sum(2).log_().add_(peak)
         if self.split:
             log_mean = log_sum_over_processes(log_mean)
-        alpha = torch.where(self.counted[part], torch.logaddexp(log_mean, self.log_eps), log_batch)
+        alpha = torch.logaddexp(log_mean, self.log_eps)
+        if isinstance(self.counted, Tensor):
+            alpha = torch.where(self.counted[part], alpha, log_batch)
         # From exp(x - peak) to d alpha / dx = exp(x - log m - alpha).
         factor = (peak - alpha).exp_()
         factor *= self.objective.slope(log_batch, alpha).mul_(self.anchor_weight[:, part])

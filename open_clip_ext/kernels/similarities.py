@@ -63,7 +63,8 @@ class SimilarityBlocks:
             self.blocks += [Block(image, batch.all_image, 0, 0), Block(text, batch.all_text, 1, 1)]
         self.parts = parts(len(image), batch.size, image.device)
         self.negatives = (2 if intra_modal else 1) * (batch.size - 1)
-        self.log_negatives = batch.positives.new_full((batch.size,), self.negatives).log()
+        # Of each anchor of the batch, (B,), or of all alike.
+        self.log_negatives: Tensor | float = math.log(self.negatives)
         if batch.keys is not None:
             same = EqualRows(batch.keys).count
             self.log_negatives = (batch.size - same).clamp(min=1).to(batch.positives).log()
@@ -90,15 +91,21 @@ class SimilarityBlocks:
     def log_batch_normalizers(self) -> Tensor:
         """log g_i over the batch's negatives, (2, b): NeuCLIP, Eq. 1's g over the batch; with intra-modal negatives
         iSogCLR, Eq. 11. In plain PyTorch: `equations.batch_g`."""
-        return self._log_sums() - self.log_negatives[self.batch.local]
+        all_of_them = self.log_negatives
+        return self._log_sums() - (all_of_them[self.batch.local] if isinstance(all_of_them, Tensor) else all_of_them)
+
+    @property
+    def _is_once(self) -> bool:
+        """Whether all negatives of an anchor are in one part."""
+        return len(self.blocks) == 2 or len(self.blocks) == len(self.parts) == 1
 
     def _log_sums(self) -> Tensor:
         """log-sum-exp of l / tau over each anchor's negatives, (2, b)."""
         batch = self.batch
-        log_sums = torch.full_like(batch.tau, -math.inf)
+        log_sums, once = torch.empty_like(batch.tau), self._is_once
+        if not once:
+            log_sums.fill_(-math.inf)
         memory = self._part_memory()
-        # Whether all negatives of an anchor are in one part.
-        once = len(self.blocks) == 2 or len(self.blocks) == len(self.parts) == 1
         for block in self.blocks:
             for part in self.parts:
                 similarities = self._similarities(block, part)
@@ -125,11 +132,11 @@ class SimilarityBlocks:
         """log-sum-exp over the negatives, which lie along `dim`; the anchors lie along the other dimension."""
         gaps = torch.sub(similarities, positives.unsqueeze(dim), out=like(memory, similarities))
         exponents = self.surrogate.value(gaps).div_(tau.unsqueeze(dim))
-        self._leave_out(exponents, part, -math.inf)
+        self._leave_out(exponents, part, torch.finfo(exponents.dtype).min)
         return log_sum_exp_(exponents, dim, out)
 
     def add_gradients(
-        self, features: tuple[Tensor, Tensor], all_alpha: Tensor
+        self, features: tuple[Tensor, Tensor], all_alpha: Tensor, are_empty: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Add the gradient of mean_i tau_i * exp(-alpha_i) (eps + g_i), summed over both directions of the global
         batch, with alpha constant (NeuCLIP, Eq. 4; iSogCLR, Eq. 14 and 21).
@@ -140,24 +147,34 @@ class SimilarityBlocks:
         Args:
             features: where the gradients in this process's `image` and `text` are added, (b, d) each.
             all_alpha: log-normalizers of all anchors, (2, B), at least L - MAX_LOG_WEIGHT + min(0, log tau).
+            are_empty: whether `features` are memory that nothing was written into.
 
         Returns:
             Per anchor the sum of its negatives' weights, and tau_i * exp(-alpha_i) * dg_i/dtau_i, (2, b) each.
         """
         batch = self.batch
-        all_shift = -(all_alpha + self.log_negatives)
-        sums = all_alpha.new_zeros(2, 2, len(batch.positives))  # by side of the anchor, as in `_weights_of_anchors`
+        all_shift = -self.log_negatives - all_alpha
+        sums = all_alpha.new_empty(2, 2, len(batch.positives))  # by side of the anchor, as in `_weights_of_anchors`
+        if are_empty and len(self.blocks) > 2:  # which overlap
+            for feature in features:
+                feature.zero_()
+            are_empty = False
+        written: set[tuple[int, int | None]] = set()  # sides and starts of slices
         for block, row, column, weights in self._weights(all_shift, sums):
-            self._add_product(features[block.row_side][row], weights, block.columns[column])
+            products = [(block.row_side, row, weights, block.columns[column])]
             if block.both_directions:
-                self._add_product(features[block.column_side][column], weights.T, block.rows[row])
+                products.append((block.column_side, column, weights.T, block.rows[row]))
+            for side, some, factor, vectors in products:
+                is_first = are_empty and (side, some.start) not in written
+                written.add((side, some.start))
+                self._add_product(features[side][some], factor, vectors, is_first)
         positive_weight = sums[:, 0].sum(0)
         for feature, partner in zip(features, (batch.text, batch.image), strict=True):
             feature.addcmul_(positive_weight[:, None], partner.detach(), value=-1 / batch.size)
         return sums[:, 0], -sums[:, 1]
 
-    def _add_product(self, feature: Tensor, weights: Tensor, vectors: Tensor) -> None:
-        feature.addmm_(weights, vectors, alpha=1 / self.batch.size)
+    def _add_product(self, feature: Tensor, weights: Tensor, vectors: Tensor, is_first: bool) -> None:
+        feature.addmm_(weights, vectors, beta=0 if is_first else 1, alpha=1 / self.batch.size)
 
     def _weights(
         self, all_shift: Tensor, sums: Tensor
@@ -167,15 +184,21 @@ class SimilarityBlocks:
 
         Args:
             all_shift: as in `_weights_of_anchors`, of all anchors, (2, B).
-            sums: by side of the anchor, (2, 2, b).
+            sums: by side of the anchor, (2, 2, b); overwritten.
         """
-        batch = self.batch
-        all_tau = batch.all_tau.contiguous()  # on a CPU addcdiv is slow with an expanded one
+        batch, once = self.batch, self._is_once
+        all_tau = batch.all_tau
+        if len(self.blocks) > 1:
+            all_tau = all_tau.contiguous()  # on a CPU addcdiv is slow with an expanded one
+        if not once:
+            sums.zero_()
         shift = all_shift[:, batch.local]
         memory, row_memory = self._part_memory(), self._part_memory()
         for block in reversed(self.blocks):
             row_side, column_side = block.row_side, block.column_side
-            row_sums, column_sums = torch.empty_like(sums[0]), torch.empty_like(sums[0])
+            row_sums, column_sums = (
+                sums[side] if once else torch.empty_like(sums[side]) for side in (row_side, column_side)
+            )
             for part in reversed(self.parts):  # the last part of the first pass is still cached
                 similarities = self._similarities(block, part)
                 weights = self._weights_of_anchors(
@@ -188,10 +211,11 @@ class SimilarityBlocks:
                     gaps=self._memory, out=memory, sums=column_sums if block.both_directions else None,
                 )
                 self._latest = None  # overwritten
-                if block.both_directions:
+                if block.both_directions and not once:
                     sums[column_side].add_(column_sums)
                 yield block, part, slice(None), weights.add_(column_weights)
-            sums[row_side].add_(row_sums)
+            if not once:
+                sums[row_side].add_(row_sums)
 
     def _weights_of_anchors(
         self, similarities: Tensor, positives: Tensor, tau: Tensor, shift: Tensor, dim: int, part: slice,

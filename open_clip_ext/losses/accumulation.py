@@ -43,7 +43,8 @@ class FirstCall:
     def attached(self, inputs: Inputs, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The value, with a backward pass that gives a call's inputs and the parameters their gradients."""
         pairs = zip(_floating(inputs) + _trained(parameters), self.gradients, strict=False)
-        return attach_gradients(self.value, [(tensor, gradient) for tensor, gradient in pairs if gradient is not None])
+        parts = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
+        return attach_gradients(self.value.clone(), parts)
 
 
 def _floating(inputs: Inputs) -> list[Tensor]:

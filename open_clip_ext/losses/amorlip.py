@@ -48,7 +48,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.autograd import attach_gradients
 from open_clip_ext.kernels.choice import KERNELS
 from open_clip_ext.kernels.similarities import SimilarityBlocks, make_blocks
-from open_clip_ext.kernels.streaming import are_not_finite
+from open_clip_ext.kernels.streaming import largest
 from open_clip_ext.losses.amortization import Amortization
 from open_clip_ext.options import AT_LEAST_0, NOT_NEGATIVE, Derived, option
 from open_clip_ext.surrogates import Identity
@@ -185,8 +185,8 @@ class AmorLIPLoss(Amortization):
         log_lambda = log_lambda.maximum(log_means + scale * positives - MAX_LOG_RATIO)
         relative = log_lambda - scale * positives
         alpha = relative - log_negative_weight
-        grad_image, grad_text = torch.zeros_like(image), torch.zeros_like(text)
-        _, tau_terms = blocks.add_gradients((grad_image, grad_text), alpha)
+        grad_image, grad_text = torch.empty_like(image), torch.empty_like(text)
+        _, tau_terms = blocks.add_gradients((grad_image, grad_text), alpha, are_empty=True)
         excess = (log_means - relative).exp().sum(dim=0) - 2
         grad_image.addcmul_(excess[:, None], text, value=1 / size)
         grad_text.addcmul_(excess[:, None], image, value=1 / size)
@@ -197,7 +197,7 @@ class AmorLIPLoss(Amortization):
 
     def _watch(self, batch: Batch, scale: Tensor, log_negatives: Tensor, log_lambda: Tensor) -> None:
         checked = (batch.all_image, batch.all_text, scale, log_negatives, log_lambda)
-        self.note(are_not_finite(*checked))
+        self.note(largest(*checked))
         deviation, mean = torch.std_mean(log_lambda, dim=1)
         self._last = {
             "tau": scale.reciprocal(),

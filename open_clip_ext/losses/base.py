@@ -10,7 +10,7 @@ from torch import Tensor
 from open_clip_ext.distributed import world_size
 from open_clip_ext.errors import InputError, lost_another_process
 from open_clip_ext.kernels.autograd import attach_gradients, scale_gradient
-from open_clip_ext.kernels.streaming import are_not_finite
+from open_clip_ext.kernels.streaming import largest
 from open_clip_ext.losses.accumulation import FirstCall, Inputs
 from open_clip_ext.losses.checks import (
     NOT_UNIT_VECTORS,
@@ -238,7 +238,7 @@ class Loss(LossState):
             first_call = self._computed(inputs, update_state)
         else:
             image, text, scale, *_ = inputs.values()
-            self._non_finite.note(INPUTS, self.steps, are_not_finite(image, text, scale))
+            self._non_finite.note(INPUTS, self.steps, largest(image, text, scale))
         self._first_call = first_call if self._calls % self.accum_freq else None
         return first_call.attached(inputs, self.parameters())
 
@@ -258,10 +258,11 @@ class Loss(LossState):
         """Load the result of `diagnostics_state`, after `set_epoch`, with tensors on the features' device."""
 
     def note(self, problems: Tensor, names: tuple[str, ...] | None = None) -> None:
-        """Record, on the device, the first step with a problem and which of `names` it was.
+        """Record which of `names` has a problem in this step.
 
         Args:
-            problems: bool per name, or for the first few of them.
+            problems: for each name, or the first few of them, a bool, or a number that is not finite where there is a
+                problem. The tensor may not be overwritten later.
             names: `CHECKED` by default.
         """
         self._non_finite.note(self.CHECKED if names is None else names, self.steps, problems)
@@ -272,9 +273,8 @@ class Loss(LossState):
         Args:
             parts: pairs (input, this process's part of the gradient, which is overwritten), the features first.
         """
-        if (processes := world_size()) > 1:  # DistributedDataParallel averages over them
-            for _, gradient in parts:
-                gradient.mul_(processes)
+        if world_size() > 1:  # DistributedDataParallel averages over them
+            torch._foreach_mul_([gradient for _, gradient in parts], world_size())
         self.note_gradients(*(gradient for _, gradient in parts[:2]))
         return attach_gradients(value, parts)
 

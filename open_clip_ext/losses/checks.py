@@ -2,6 +2,7 @@
 
 import logging
 import math
+from functools import reduce
 from typing import Any
 
 import torch
@@ -11,46 +12,48 @@ from open_clip_ext.distributed import all_gather, rank, values_where_changed, wo
 
 FEATURES = ("image_features", "text_features", "dist_image_features", "dist_text_features")
 NOT_UNIT_VECTORS = tuple(f"{name} must be unit vectors; normalize them along dim 1" for name in FEATURES)
-NEVER = 2**62  # a step that no training reaches
+MOST_NOTED = 1024  # after which a loop that does not ask for problems waits for the device once
 NORM_ERROR = 0.02  # largest | |x| - 1 | of a unit vector; float16 and bfloat16 round by less
 LEAST_USUAL_SCALE = 4.7  # OpenCLIP clamps its parameter to log(100) = 4.6, so a smaller scale is probably a logarithm
 
 
 class FirstSteps:
-    """The first step at which each problem occurred, recorded on the device."""
+    """The first step with a problem. What the steps note stays on the device until `problem` reads it."""
 
     def __init__(self) -> None:
-        self._first: dict[tuple[str, ...], Tensor] = {}  # a step, or `NEVER`, for each of some names, int64
+        self._noted: list[tuple[tuple[str, ...], int, Tensor]] = []
+        self._first: tuple[int, str] | None = None  # of what was read
 
-    def note(self, names: tuple[str, ...], step: int, are_wrong: Tensor) -> None:
-        """Record `step` for those of `names` that have their first problem; `are_wrong`: bools for them, or for
-        the first few."""
-        names = names[: len(are_wrong)]
-        first = self._first.get(names)
-        if first is None:
-            first = torch.full((len(names),), NEVER, device=are_wrong.device)
-        first = first.to(are_wrong.device)
-        self._first[names] = torch.where(are_wrong, first.clamp(max=step), first)
+    def note(self, names: tuple[str, ...], step: int, problems: Tensor) -> None:
+        """Record the problems of a step: for each of `names`, or the first few, a bool, or a number that is not finite
+        where there is one. The tensor may not be overwritten later."""
+        self._noted.append((names, step, problems.detach()))
+        if len(self._noted) == MOST_NOTED:
+            self.problem()
 
     def problem(self) -> tuple[int, str] | None:
         """Step and name of the first problem, or None. Waits for the device."""
-        problems = [
-            (step, name)
-            for names, steps in self._first.items()
-            for step, name in zip(steps.tolist(), names, strict=True)
-            if step < NEVER
-        ]
-        return min(problems, key=lambda problem: problem[0], default=None)
+        kinds: dict[Any, list[tuple[tuple[str, ...], int, Tensor]]] = {}
+        for note in self._noted:
+            kinds.setdefault((note[2].device, note[2].dtype), []).append(note)
+        found = [] if self._first is None else [self._first]
+        for notes in kinds.values():
+            values = torch.cat([problems for *_, problems in notes])
+            are_wrong = values if values.dtype == torch.bool else ~(values < math.inf)
+            labels = [(step, name) for names, step, problems in notes for name in names[: len(problems)]]
+            found += [label for label, is_wrong in zip(labels, are_wrong.tolist(), strict=True) if is_wrong]
+        self._noted, self._first = [], min(found, key=lambda label: label[0], default=None)
+        return self._first
 
 
 @torch.no_grad()
 def are_not_unit_vectors(*features: Tensor) -> Tensor:
     """For each of `features`, (b, d), whether a row's norm differs from 1, bool; False where one is NaN."""
-    norms = [
-        torch.linalg.vector_norm(vectors, dim=1, dtype=torch.promote_types(vectors.dtype, torch.float32))
-        for vectors in features
-    ]
-    return torch.linalg.vector_norm(torch.stack(norms) - 1, math.inf, dim=1) > NORM_ERROR
+    dtype = reduce(torch.promote_types, (vectors.dtype for vectors in features), torch.float32)
+    norms = torch.empty(len(features), len(features[0]), dtype=dtype, device=features[0].device)
+    for vectors, out in zip(features, norms, strict=True):
+        torch.linalg.vector_norm(vectors, dim=1, dtype=dtype, out=out)
+    return torch.linalg.vector_norm(norms.sub_(1), math.inf, dim=1) > NORM_ERROR
 
 
 def check_features(**features: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from open_clip_ext.batch import Batch
 from open_clip_ext.kernels.choice import KERNELS
 from open_clip_ext.kernels.chunked import clip_loss, siglip_loss, unicl_loss
-from open_clip_ext.kernels.streaming import are_not_finite
+from open_clip_ext.kernels.streaming import largest
 from open_clip_ext.losses.graphed import GraphedLoss
 from open_clip_ext.options import option
 from open_clip_ext.temperatures import LearnedLogitScale
@@ -29,7 +29,7 @@ class ChunkedLoss(GraphedLoss):
         inputs = (image, text, *parameters)
         with torch.no_grad():
             batch = Batch.gather(image, text, parameters[0].reciprocal())
-            self.note(are_not_finite(batch.all_image, batch.all_text, parameters[0]))
+            self.note(largest(batch.all_image, batch.all_text, parameters[0]))
             value, gradients = kernel(
                 batch, *parameters, low=self.loss_precision == "bfloat16", kernels=self.kernels
             )

@@ -23,7 +23,7 @@ from torch import Tensor
 from open_clip_ext.batch import Batch
 from open_clip_ext.kernels.choice import KERNELS
 from open_clip_ext.kernels.chunked import clip_loss
-from open_clip_ext.kernels.streaming import are_not_finite
+from open_clip_ext.kernels.streaming import largest
 from open_clip_ext.losses.base import Loss
 from open_clip_ext.options import NOT_NEGATIVE, option
 from open_clip_ext.temperatures import LearnedLogitScale
@@ -61,7 +61,7 @@ class CyCLIPLoss(Loss):
             batch = Batch.gather(image, text, logit_scale.reciprocal())
             contrastive, (grad_image, grad_text, grad_scale) = clip_loss(batch, logit_scale, kernels=self.kernels)
             inmodal, crossmodal = add_consistency(batch, grad_image, grad_text, self.inmodal, self.crossmodal)
-            self.note(are_not_finite(batch.all_image, batch.all_text, logit_scale))
+            self.note(largest(batch.all_image, batch.all_text, logit_scale))
             self._last = (contrastive, inmodal, crossmodal, logit_scale.reciprocal())
             value = contrastive + self.inmodal * inmodal + self.crossmodal * crossmodal
         return self.attached(value, [(image, grad_image), (text, grad_text), (logit_scale, grad_scale)])

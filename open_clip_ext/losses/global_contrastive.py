@@ -26,7 +26,7 @@ from open_clip_ext.distributed import all_gather
 from open_clip_ext.kernels.choice import KERNELS
 from open_clip_ext.kernels.positives import SeveralPositives
 from open_clip_ext.kernels.similarities import SimilarityBlocks, make_blocks
-from open_clip_ext.kernels.streaming import are_not_finite
+from open_clip_ext.kernels.streaming import largest
 from open_clip_ext.losses.composed import ComposedLoss
 from open_clip_ext.losses.cyclip import add_consistency
 from open_clip_ext.normalizers.base import Normalizer
@@ -156,7 +156,7 @@ class GlobalContrastiveLoss(ComposedLoss):
                 rows = self.temperature.lookup(batch)
             batch.set_tau(self.temperature.taus(tau, rows))
             blocks = make_blocks(batch, self.surrogate, self.kernels, self.intra_modal)
-            problems = self._complete(batch, blocks, index_problem)
+            self._complete(batch, blocks, index_problem)
             if update_state:
                 updated = self._updated(batch)
 
@@ -166,15 +166,19 @@ class GlobalContrastiveLoss(ComposedLoss):
             alpha = self.mixed(self.normalizer(inputs, updated), batch.log_batch)
         with torch.no_grad():
             all_alpha = all_gather(alpha.T).T
-            self.note(torch.cat([problems, are_not_finite(all_alpha)]))
+            self.note(largest(all_alpha), ("log-normalizers",))
             self._graph.on_host(partial(self._remember, batch, all_alpha, update_state, (rows, updated)))
-            values = self.objective.value(batch.all_log_batch, all_alpha)
+            values, slopes = self.objective.value_and_slope(batch.all_log_batch, all_alpha)
             if several := None if positive_key is None else SeveralPositives(batch):
                 values = values + several.gaps / batch.all_tau
+            if self.temperature.rho:
+                values = values + self.temperature.rho
             value = self.temperature.value(batch.all_tau, values)
-            gradients, tau_terms, consistency = self._gradients(blocks, tau, inputs, alpha, all_alpha, values, several)
+            gradients, tau_terms, consistency = self._gradients(
+                blocks, tau, inputs, alpha, all_alpha, values, slopes, several
+            )
             if update_state and rows is not None:
-                per_anchor = values + self.temperature.rho + all_gather(tau_terms.T).T
+                per_anchor = values + all_gather(tau_terms.T).T
                 if self.one_per_pair:
                     per_anchor = per_anchor.mean(dim=0).expand(2, -1)
                 self.temperature.update(batch, rows, per_anchor)
@@ -201,38 +205,43 @@ class GlobalContrastiveLoss(ComposedLoss):
         """Mix the batch's own estimate L into the estimator's alpha, (2, b), and bound exp(L - alpha)."""
         if self.mixing > 0:
             alpha = torch.logaddexp(math.log(self.mixing) + log_batch, math.log1p(-self.mixing) + alpha)
-        # Not torch.maximum, whose gradient would lack alpha's where the bound holds: the control variate of `unified`.
+        if not alpha.requires_grad:
+            return torch.maximum(alpha, log_batch - MAX_LOG_WEIGHT)
+        # Its gradient would lack alpha's where the bound holds: the control variate of `unified`.
         return alpha + (log_batch - MAX_LOG_WEIGHT - alpha.detach()).clamp(min=0)
 
-    def _global_index(self, index: Tensor | None, device: torch.device) -> tuple[Tensor | None, Tensor]:
+    def _global_index(self, index: Tensor | None, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """Rows of the global batch, (B,), or None; and whether one is out of range, 0-d bool on the device."""
         if not self.needs_index or index is None:
-            return None, torch.zeros((), dtype=torch.bool, device=device)
+            return None, None
         index = all_gather(index.to(device, non_blocking=True))
         inside = index.clamp(0, self.num_samples - 1)
         return inside, (inside != index).any()
 
-    def _complete(self, batch: Batch, blocks: SimilarityBlocks, index_problem: Tensor) -> Tensor:
-        """Set the batch's L and `finite`; return which of `CHECKED`, but for the last, are wrong, bools."""
+    def _complete(self, batch: Batch, blocks: SimilarityBlocks, index_problem: Tensor | None) -> None:
+        """Set the batch's L and `finite`, and note what is wrong with it."""
         log_batch = add_eps(blocks.log_batch_normalizers(), self.eps)
         if self.one_per_pair:
             log_batch = log_mean_of_directions(log_batch)
         batch.all_log_batch = all_gather(log_batch.T).T
-        checked = (batch.all_image, batch.all_text, batch.all_tau.log(), batch.all_log_batch)  # tau of 1 / inf is 0
-        problems = torch.cat([are_not_finite(*checked), index_problem[None]])
-        batch.finite = ~problems.any()
-        return problems
+        numbers = largest(batch.all_image, batch.all_text, batch.all_tau.log(), batch.all_log_batch)  # 1 / inf is 0
+        batch.finite = (numbers < math.inf).all()
+        self.note(numbers)
+        if index_problem is not None:
+            batch.finite = batch.finite > index_problem  # and not
+            self.note(index_problem[None], ("index",))
 
     def _gradients(
         self, blocks: SimilarityBlocks, tau: Tensor, inputs: Batch, alpha: Tensor, all_alpha: Tensor, values: Tensor,
-        several: SeveralPositives | None,
+        slopes: Tensor | None, several: SeveralPositives | None,
     ) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor | None]:
         """This process's part of the gradient of the global value.
 
         Args:
             inputs: leaves of alpha's graph.
             alpha: (2, b), with its graph.
-            all_alpha, values: (2, B).
+            all_alpha, values: (2, B); values with rho.
+            slopes: derivative of `values` in alpha, (2, B), if the objective is minimized through alpha.
             several: the anchors' positives, where they may have more than one.
 
         Returns:
@@ -240,14 +249,15 @@ class GlobalContrastiveLoss(ComposedLoss):
             weighted consistency terms, 0-d, if there are any.
         """
         batch = blocks.batch
-        image, text, grad_tau, learned = self.gradient_through_alpha(batch, inputs, alpha)
-        alpha = alpha.detach()
+        image, text, grad_tau, learned = self.gradient_through_alpha(batch, inputs, alpha, slopes)
         scaled = self.temperature.scales_encoders  # the kernel's gradient has the factor tau_i
-        pulls, tau_terms = blocks.add_gradients((image, text), all_alpha if scaled else all_alpha + batch.all_tau.log())
-        tau_terms = torch.add(tau_terms, grad_tau, alpha=batch.size)
+        all_alpha = all_alpha if scaled else all_alpha + batch.all_tau.log()
+        pulls, tau_terms = blocks.add_gradients((image, text), all_alpha, are_empty=grad_tau is None)
+        if grad_tau is not None:
+            tau_terms = torch.add(tau_terms, grad_tau, alpha=batch.size)
         if several is not None:
-            if self.objective.through_alpha:
-                slope = self.objective.slope(batch.log_batch, alpha)
+            if slopes is not None:
+                slope = slopes[:, batch.local]
                 pulls = pulls + (slope if scaled else slope / batch.tau)
             several.add_gradients((image, text), all_gather(pulls.T).T)
             tau_terms = tau_terms - pulls * several.gaps[:, batch.local] / batch.tau
@@ -271,23 +281,23 @@ class GlobalContrastiveLoss(ComposedLoss):
         return scale * self.consistency * (terms[0] + terms[1])
 
     def gradient_through_alpha(
-        self, batch: Batch, inputs: Batch, alpha: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, list[tuple[nn.Parameter, Tensor]]]:
+        self, batch: Batch, inputs: Batch, alpha: Tensor, slopes: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, list[tuple[nn.Parameter, Tensor]]]:
         """The gradient through alpha of mean_i scale(tau_i) * value_i, summed over both directions.
 
         Args:
             inputs: leaves of alpha's graph.
             alpha: (2, b), with its graph.
+            slopes: derivatives of the values in alpha, (2, B), if there are any.
 
         Returns:
             Gradients in image and text, (b, d) each, and in tau, (2, b); pairs (parameter, gradient) of the
-            normalizer's parameters that autograd trains.
+            normalizer's parameters that autograd trains. Without slopes the first two are empty, the third is None.
         """
         leaves = [inputs.image, inputs.text, inputs.positives, inputs.tau]
-        if not (self.objective.through_alpha and alpha.requires_grad):
-            return torch.zeros_like(batch.image), torch.zeros_like(batch.text), torch.zeros_like(batch.tau), []
-        slopes = self.objective.slope(batch.log_batch, alpha.detach())
-        slopes = slopes * self.temperature.scale(batch.tau) / batch.size
+        if slopes is None or not alpha.requires_grad:
+            return torch.empty_like(batch.image), torch.empty_like(batch.text), None, []
+        slopes = slopes[:, batch.local] * self.temperature.scale(batch.tau) / batch.size
         parameters = [parameter for parameter in self.normalizer.parameters() if parameter.requires_grad]
         grads = torch.autograd.grad(alpha, [*leaves, *parameters], slopes, allow_unused=True, materialize_grads=True)
         grad_image, grad_text, grad_positive, grad_tau, *grad_parameters = grads
@@ -314,9 +324,9 @@ class GlobalContrastiveLoss(ComposedLoss):
         taus, log_batch, alpha = self._last
         deviation, mean = torch.std_mean(alpha, dim=1)
         log_weights = (log_batch - alpha).flatten()
-        chance = self.temperature.value(taus, self.surrogate.value(torch.zeros_like(taus)) / taus)
+        chance = self.surrogate.value(torch.zeros_like(taus)) / taus + self.temperature.rho
         return {
-            **({} if self.takes_reference else {"loss_at_chance": chance}),
+            **({} if self.takes_reference else {"loss_at_chance": self.temperature.value(taus, chance)}),
             **self.temperature.diagnostics(taus),
             "alpha_image_mean": mean[0],
             "alpha_image_std": deviation[0],

@@ -50,4 +50,8 @@ class GraphedLoss(Loss):
         return self._graph.run(lambda **inputs: step(inputs, update_state), inputs, depends_on).clone()
 
     def note(self, problems: Tensor, names: tuple[str, ...] | None = None) -> None:
-        self._graph.on_host(lambda: super(GraphedLoss, self).note(problems, names))
+        note = super().note
+        if self._graph.capturing:  # each replay overwrites the tensor
+            self._graph.on_host(lambda: note(problems.clone(), names))
+        else:
+            note(problems, names)

@@ -132,7 +132,7 @@ class Prototypes(RingNormalizer, NPN):
         self._take(slice(held, self.ring.own_active))
 
     def _restart(self, batch: Batch) -> None:
-        self._take(slice(None))
+        self._take(slice(self.ring.own_active))
 
     def _take(self, places: slice) -> None:
         """Overwrite prototypes with the embeddings in the ring."""
@@ -195,11 +195,12 @@ class Prototypes(RingNormalizer, NPN):
         """Keys of the anchors and of this process's prototypes in use, or None if either has none."""
         return None if anchors is None or self.keys is None else (anchors, self.keys[: self.ring.own_active])
 
-    def _counts(self, batch: Batch) -> Tensor:
-        """Number of prototypes with another key than the anchor's, for each anchor of the global batch, (B,)."""
+    def _counts(self, batch: Batch) -> Tensor | int:
+        """Number of prototypes with another key than the anchor's, for each anchor of the global batch, (B,); of all
+        prototypes where there are no keys."""
         keys = self._keys(batch.keys)
         if keys is None:
-            return batch.all_positives.new_full((batch.size,), self.active)
+            return self.active
         same = number_of_equals(*keys)
         if self.split:
             dist.all_reduce(same)
@@ -216,7 +217,10 @@ class Prototypes(RingNormalizer, NPN):
         else:
             keys = self._keys(None if batch.keys is None else batch.keys[batch.local])
             log_total = log_sum(*inputs, prototypes, self.surrogate, lengths, keys=keys)
-        return log_mean(log_total, self._counts(batch)[batch.local], self.eps, batch.log_batch)
+        counts = self._counts(batch)
+        if isinstance(counts, Tensor):
+            counts = counts[batch.local]
+        return log_mean(log_total, counts, self.eps, batch.log_batch)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
         return {**super().diagnostics(log_batch, alpha), "prototypes": torch.tensor(float(self.active))}

@@ -86,10 +86,11 @@ class Queue(RingNormalizer):
             return batch.log_batch
         inputs = (batch.image, batch.text, batch.positives, batch.tau)
         keys: Keys | None = None
-        counts = batch.positives.new_full(batch.positives.shape, num_vectors)
+        counts: Tensor | int = num_vectors
         if batch.keys is not None and self.ring.keys is not None:
             keys = batch.keys[batch.local], self.ring.keys
-            counts -= number_of_equals(keys[0], torch.cat([self.ring.keys[some] for some in slices]))
+            same = number_of_equals(keys[0], torch.cat([self.ring.keys[some] for some in slices]))
+            counts = (num_vectors - same).to(batch.positives)
         log_total = log_sum(*inputs, self.ring.rows, self.surrogate, slices=slices, keys=keys)
         return log_mean(log_total, counts, self.eps, batch.log_batch)
 

@@ -32,6 +32,7 @@ class EmbeddingRing(nn.Module):
         self.capacity = capacity
         self._first, self._step = (rank(), world_size()) if split else (0, 1)
         rows = torch.zeros(2, self._num_local(capacity), dimension, device=device, dtype=dtype)
+        rows[:, :, 0] = 1  # unit vectors, also where a batch that is not finite fills them
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("keys", None, persistent=False)  # (m,) int64, once a batch has keys
         self.active = 0  # number of filled rows
@@ -49,7 +50,7 @@ class EmbeddingRing(nn.Module):
     def push(self, batch: Batch) -> list[slice]:
         """Replace the oldest pairs by the batch's last m; return this process's rows that it fills, one or two slices.
 
-        Under a non-finite batch rows and keys stay; rows become unit vectors where there are none yet.
+        Under a non-finite batch rows and keys stay.
         """
         count = min(batch.size, self.capacity)
         if batch.keys is not None and self.keys is None:
@@ -58,10 +59,7 @@ class EmbeddingRing(nn.Module):
         for local_rows, pairs in places:
             for rows, features in zip(self.rows, (batch.all_text, batch.all_image), strict=True):
                 earlier = rows[local_rows]
-                if self.active < self.capacity:
-                    earlier = earlier.clone()
-                    earlier[:, 0] += (earlier == 0).all(dim=1)
-                rows[local_rows] = torch.where(batch.finite, features[-count:][pairs], earlier)
+                torch.where(batch.finite, features[-count:][pairs], earlier, out=earlier)
             if self.keys is not None:
                 keys = self.unlike_keys(self.keys.device)[local_rows]
                 if batch.keys is not None:
@@ -96,6 +94,7 @@ class EmbeddingRing(nn.Module):
     def restore(self, state: dict[str, Tensor]) -> None:
         """Load the result of `state`."""
         self.rows.copy_(state["ring"])
+        self.rows[:, :, 0] += (self.rows == 0).all(dim=2)  # states of earlier versions have zeros where nothing was
         keys = state.get("ring_keys")  # copied: the next push writes into it
         self.keys = None if keys is None else keys.to(self.rows.device, copy=True)
         self.active, self.head = int(state["active"]), int(state["ring_head"])

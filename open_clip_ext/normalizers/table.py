@@ -44,37 +44,38 @@ class RowNormalizer(RowState, Normalizer):
 
     def __init__(self, num_samples: int, device: torch.device | str = "cpu", **options: Any):
         super().__init__(num_samples, device, **options)
-        self._unvisited = torch.tensor(num_samples)  # number of rows, kept on the batches' device
+        self._unvisited = torch.tensor(float(num_samples), dtype=torch.float64)  # rows, before rounding
 
     @torch.no_grad()
     def update(self, batch: Batch) -> Tensor:
         """Update the batch's rows; return all their columns, (B, c)."""
         old = self.lookup(batch)
         new = self.write(batch, old, batch.equal_rows.log_mean_exp(batch.all_log_batch.T))
-        first_visits = (old[:, 0] == -math.inf) & batch.finite
-        visited = (first_visits / batch.equal_rows.count).sum().round().long()
-        self._unvisited = self._unvisited.to(old.device).sub_(visited)
+        visited = ((old[:, 0] == -math.inf) / batch.equal_rows.count).sum()
+        self._unvisited = self._unvisited.to(old.device).addcmul_(visited, batch.finite, value=-1)
         return new
 
     def forward(self, batch: Batch, updated: Any = None) -> Tensor:
         columns = self.lookup(batch) if updated is None else updated
         alpha = columns[batch.local, :2].T.to(batch.log_batch.dtype)
+        if updated is not None:  # this is a visit
+            return alpha
         return torch.where(alpha == -math.inf, batch.log_batch, alpha)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
-        return {"unvisited": self._unvisited / self.num_samples}
+        return {"unvisited": self._unvisited.round() / self.num_samples}
 
     def full_state(self) -> dict[str, Any]:
         state = super().full_state()
         in_files = any(isinstance(value, dict) for value in state.values())  # where nobody counts over all rows
-        return state | ({"unvisited": self._unvisited.clone().cpu()} if in_files else {})
+        return state | ({"unvisited": self._unvisited.round().long().cpu()} if in_files else {})
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         super().load_full_state(state)
         if "unvisited" in state:  # the rows are in files
-            self._unvisited = state["unvisited"].clone()
+            self._unvisited = state["unvisited"].double()
         else:
-            self._unvisited = (state[next(iter(self.columns))][:, 0] == -math.inf).sum()
+            self._unvisited = (state[next(iter(self.columns))][:, 0] == -math.inf).sum().double()
 
 
 class MovingAverageTable(RowNormalizer):

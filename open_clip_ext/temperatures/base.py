@@ -110,14 +110,14 @@ class Temperature(Part, nn.Module):
         return taus if self.scales_encoders else torch.ones_like(taus)
 
     def value(self, taus: Tensor, values: Tensor) -> Tensor:
-        """The estimate of the global objective, 0-d, from the anchors' values, (2, B)."""
-        return (self.scale(taus) * (values + self.rho)).mean(dim=1).sum()
+        """The estimate of the global objective, 0-d, from the anchors' value_i + rho, (2, B)."""
+        return (taus * values if self.scales_encoders else values).mean(dim=1).sum()
 
     def gradient(self, taus: Tensor, values: Tensor, tau_terms: Tensor, batch: int) -> Tensor | None:
         """This process's part of the derivative of `value` in the learned tau, 0-d; None if tau is not learned.
 
         Args:
-            taus, values: of this process's anchors, (2, b).
+            taus, values: of this process's anchors, (2, b), as above.
             tau_terms: tau * d value_i / dtau of the same anchors, (2, b).
             batch: B.
         """
@@ -176,7 +176,7 @@ class LearnableTemperature(Temperature):
 
     def gradient(self, taus: Tensor, values: Tensor, tau_terms: Tensor, batch: int) -> Tensor:
         """NeuCLIP, Eq. 13."""
-        return torch.add(values + self.rho, tau_terms, alpha=2 if self.fastclip_code else 1).sum() / batch
+        return torch.add(values, tau_terms, alpha=2 if self.fastclip_code else 1).sum() / batch
 
 
 class UnscaledTemperature(Temperature):

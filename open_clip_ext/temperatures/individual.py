@@ -117,7 +117,7 @@ class IndividualTemperature(RowState, Temperature):
 
     def value(self, taus: Tensor, values: Tensor) -> Tensor:
         """The objective has the factor tau_i also where the encoders' gradient lacks it."""
-        return (taus * (values + self.rho)).mean(dim=1).sum()
+        return (taus * values).mean(dim=1).sum()
 
     def taus(self, tau: Tensor, rows: Tensor | None) -> Tensor:
         assert rows is not None

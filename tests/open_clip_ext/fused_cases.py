@@ -102,7 +102,8 @@ def test_openclips_losses(size, processes, bias, low):
         weights = (logits - shift[0, :, None]).exp() * factors[0, :, None] + (logits - shift[1]).exp() * factors[1]
         weights = torch.where(is_pair > 0, of_pairs, weights)
         given = [(shift / pairs.unit).float(), factors.float()]
-        pairs.add_softmax(*(one[:, local] for one in given), *given, of_pairs[local].float(), weights.max().float())
+        local_given = [one[:, local] for one in given]
+        pairs.add_softmax(*local_given, *given, of_pairs[local].float(), lambda: weights.max().float())
     else:
         logits = logits + bias
         weights, signed = logits.sigmoid() - is_pair, torch.where(is_pair > 0, -logits, logits)

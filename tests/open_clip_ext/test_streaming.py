@@ -216,7 +216,7 @@ def test_sums_of_exponentials_at_their_ends():
     assert torch.equal(found[3:], torch.full((3,), least))
     torch.testing.assert_close(found[:3], torch.tensor([0.0, -1.0, -59.0]).exp())
     assert streaming.exp_(torch.tensor([math.nan])).isnan().all()
-    nothing = streaming.log_sum_exp_(torch.full((2, 1), -math.inf), 1)
+    nothing = streaming.log_sum_exp_(torch.full((2, 1), torch.finfo().min), 1)
     assert torch.equal(torch.logaddexp(nothing, torch.tensor([-1e4, 3.0])), torch.tensor([-1e4, 3.0]))
     lines = torch.tensor([[-500.0, -501.0, -math.inf], [3.0, 900.0, -math.inf]])
     torch.testing.assert_close(streaming.log_sum_exp_(lines.clone(), 1), lines.logsumexp(1))
