@@ -41,7 +41,7 @@ class Epoch:
         self.moments = {names[p]: deepcopy(state) for p, state in optimizer.state.items()}
         self.lrs = [group["lr"] for group in optimizer.param_groups]
         self.scaler = deepcopy(scaler.state_dict()) if scaler else None
-        run = getattr(getattr(loss, "losses", loss), "__self__", None)  # of this package's loss, not of OpenCLIP's own
+        run = getattr(getattr(loss, "args", [loss])[0], "__self__", None)  # not of OpenCLIP's own loss
         self.loss = None if run is None else run.training.loss
         self.loss_state = {} if self.loss is None else self.loss.full_state()
         self.normalizer = getattr(self.loss, "normalizer", None)
