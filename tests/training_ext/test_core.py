@@ -476,7 +476,7 @@ def test_contracts():
     """A renamed user, a name that it no longer uses, and a parameter that is gone are seen."""
     given = dict(why="", contract="", replacement=None)
     assert Seam("training_ext.core.run", "listing", **given, used_by="training_ext.core.run:start").broken() is None
-    divided = "training_ext.core.added_losses:WithAdded.__call__"  # by way of take_added
+    divided = "training_ext.core.added_losses:with_added"  # by way of take_added
     assert Seam("training_ext.core.added_losses", "PREFIX", **given, used_by=divided).broken() is None
     for path, used_by, parameters, what in (
         ("listing", "training_ext.core.run:begin", (), "there is no training_ext.core.run.begin"),

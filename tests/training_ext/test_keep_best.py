@@ -13,7 +13,8 @@ from open_clip_train import train as open_clip_train
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.data.scenes import COLOURS
-from training_ext.components.keep_best import BEST, START
+from open_clip_ext.metrics_file import read_metrics
+from training_ext.components.keep_best import BEST
 from training_ext.components.scenes.classification import CAPTIONS, KINDS, classify_scenes, example, kind_of
 from training_ext.core import hosts
 from training_ext.core.component import Components
@@ -57,8 +58,6 @@ def test_the_starting_point_is_evaluated_before_a_recovery(run, pretrained):
     results = [json.loads(line) for line in (experiment.path / "checkpoints/results.jsonl").read_text().splitlines()]
     assert [result["epoch"] for result in results] == [0, 1, 2]
     assert {RECALL, SCENES} <= results[0].keys()
-    start = json.loads((experiment.path / START).read_text())
-    assert start == {name: value for name, value in results[0].items() if name not in ("epoch", "num_samples")}
     log = experiment.log
     order = "Eval Epoch: 0 shapes", "Recovery 1/1 1/4 ", "Epoch 0 1/4 "
     places = [log.index(text) for text in order]
@@ -79,35 +78,24 @@ def test_the_log_says_what_is_below_the_start(run, pretrained, evaluations):
 
 
 def test_a_resumed_run_knows_its_start_and_its_best(run, pretrained, evaluations):
-    """In its folder, elsewhere, and where what the first run kept is damaged."""
+    """In its folder, and where what the first run kept is damaged; elsewhere it has a best of its own."""
     flags = f"{FLAGS} --loss fastclip-v3 --lr 1e-3 --rho 5 --pretrained {pretrained} --keep-best {RECALL}"
     evaluations([0.5, 0.7])
     first = run("x", f"{flags} --epochs 1").path
     best = {"epoch": 1, RECALL: 0.7, "clip_val_loss": pytest.approx(0.3)}
-    for name, resume in (("x", "latest"), ("y", first / "checkpoints/epoch_1.pt")):
-        at = evaluations([0.6, 0.4])
-        experiment = run(name, f"{flags} --epochs 3 --resume {resume}")
-        assert at == [2, 3]
-        assert "After epoch 2 no metric is worse than before training" in experiment.log
-        assert "After epoch 3 these are worse than before training" in experiment.log
-        assert torch.load(experiment.path / BEST, weights_only=True)["metrics"] == best
-    (first / START).write_text("")
+    at = evaluations([0.6, 0.4])
+    experiment = run("x", f"{flags} --epochs 3 --resume latest")
+    assert at == [2, 3]
+    assert "After epoch 2 no metric is worse than before training" in experiment.log
+    assert "After epoch 3 these are worse than before training" in experiment.log
+    assert torch.load(experiment.path / BEST, weights_only=True)["metrics"] == best
     (first / BEST).write_bytes(b"torn")
     evaluations([0.6])
-    third = run("z", f"{flags} --epochs 2 --resume {first}/checkpoints/epoch_1.pt")
-    assert "starting_point.json' cannot be read" in third.log and "best.pt' cannot be read" in third.log
-    assert "The metrics before training were not found" in third.log
-    assert (third.path / BEST).exists()
-
-
-def test_a_best_after_the_resumed_checkpoint_is_another_runs(run, evaluations):
-    flags = f"{FLAGS} --loss fastclip-v3 --lr 1e-3 --rho 5 --keep-best {RECALL} --epochs 3"
-    evaluations([0.5, 0.6, 0.9])
-    first = run("x", flags).path
-    evaluations([0.7])
-    other = run("y", f"{flags} --resume {first}/checkpoints/epoch_2.pt")
-    assert torch.load(other.path / BEST, weights_only=True)["metrics"][RECALL] == 0.7
-    assert "are of epoch 3, after the checkpoint" in other.log
+    assert "best.pt' cannot be read" in run("x", f"{flags} --epochs 4 --resume latest").log
+    assert torch.load(experiment.path / BEST, weights_only=True)["metrics"][RECALL] == 0.6
+    evaluations([0.3])
+    other = run("y", f"{flags} --epochs 2 --resume {first}/checkpoints/epoch_1.pt")
+    assert torch.load(other.path / BEST, weights_only=True)["metrics"][RECALL] == 0.3
 
 
 def test_a_best_may_be_zero_and_no_nan_is_one(run, pretrained, evaluations, tmp_path):
@@ -134,7 +122,7 @@ def test_weights_alone_begin_a_training_of_their_own(run, pretrained, evaluation
     torch.save(torch.load(folder / BEST, weights_only=True)["state_dict"], weights)
     evaluations([0.6, 0.7])
     other = run("y", f"{flags} --resume {weights} --epochs 1")
-    assert json.loads((other.path / START).read_text())[RECALL] == 0.6
+    assert read_metrics(other.path, "eval")[0][RECALL] == 0.6
     assert torch.load(other.path / BEST, weights_only=True)["metrics"]["epoch"] == 1
 
 
@@ -180,7 +168,7 @@ def test_an_evaluation_more_changes_nothing(run, pretrained, datasets):
 def test_training_from_scratch_has_no_start(run):
     experiment = run("x", f"{FLAGS} --loss fastclip-v3 --lr 1e-3 --epochs 1")
     assert "Eval Epoch: 0" not in experiment.log and "before training" not in experiment.log
-    assert not (experiment.path / START).exists()
+    assert [line["epoch"] for line in read_metrics(experiment.path, "eval")] == [1]
 
 
 def test_metrics_known_and_their_directions():

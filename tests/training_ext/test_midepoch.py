@@ -25,9 +25,9 @@ from training_ext.components import retrieval
 from training_ext.components.exact_resume import stopping
 from training_ext.components.exact_resume.stopping import StopRequest
 from training_ext.components.loader_workers import LoaderWorkers
-from training_ext.components.recovery.recovered import UNFINISHED
 from training_ext.components.remote_sync import RemoteSync
 from training_ext.core.rows import RowLoader
+from training_ext.core.state import KEY
 
 TIMES = {"time", "throughput", "data_time", "batch_time", "samples_per_second", "samples_per_second_per_gpu"}
 
@@ -148,9 +148,10 @@ def test_a_recovery_goes_on_at_its_step(run, stopped, datasets, data, workers):
     whole = run("whole", common)
     for batch in (3, 3, 2, 1, 4):
         stop = StopAt(batch)
-        unfinished = stopped("resumed", f"{common} --resume latest", stop).path / UNFINISHED
+        (saved,) = (stopped("resumed", f"{common} --resume latest", stop).path / "checkpoints").iterdir()
+        state = torch.load(saved, weights_only=True)[KEY]["components"]["recovery"]
         assert stop.seen == batch
-        assert unfinished.exists() == (batch < 4)  # then the training has a checkpoint
+        assert ("done" in state) == (batch < 4)  # then the training has begun
     resumed = run("resumed", f"{common} --resume latest")
     equal(resumed, whole)
 

@@ -59,8 +59,6 @@ def test_a_flag(run, seen, loss, flags):
     assert state["steps"] == 4
     kept = [value for key, value in state.items() if key in ("state.weight", "state.log_u")]
     assert kept[0].dtype == torch.float32 and kept[0].isfinite().all()
-    said = "--local-loss makes no difference" in experiment.log
-    assert said == ("--local-loss" in flags)
     precision = flags.split()[1] if "--precision" in flags else "fp32"
     types = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16, "pure_fp16": torch.float16}
     assert seen.model.visual.conv1.weight.dtype == types.get(precision, torch.float32)

@@ -11,7 +11,6 @@ from stop import Killed, StopAt
 from test_training import same
 
 from open_clip_ext import normalizers_report, row_files
-from training_ext.components.recovery.recovered import UNFINISHED
 from training_ext.core.rows import RowLoader
 from training_ext.data import checkpoint_files, row_folders
 
@@ -261,7 +260,7 @@ def test_a_recovery_and_its_file(run, killed, datasets, tmp_path):
     common = f"{datasets['shapes']} --loss tuneclip --osr-epochs 2 --tau-init 0.05 --lr 1e-3 --workers 0 --epochs 1"
     plain = run("plain", f"{common} --osr-save {tmp_path}/plain.state")
     experiment = killed("x", f"{common} {SPLIT} --osr-save {tmp_path}/x.state", 8)
-    (unfinished,) = [path for path in experiment.path.iterdir() if path.name.startswith(f"{UNFINISHED}.rows-")]
+    (unfinished,) = (experiment.path / "checkpoints").glob("epoch_0_step_6.rows-*")
     experiment = run("x", f"{common} {SPLIT} --osr-save {tmp_path}/x.state --resume latest")
     assert not unfinished.exists() and len([*tmp_path.glob("x.state.rows-*")]) == 1
     same(whole(experiment, 1), plain.checkpoint(1))

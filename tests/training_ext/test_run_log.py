@@ -144,12 +144,6 @@ def test_the_summary(run, loss):
     assert re.search(line, experiment.log, re.MULTILINE)
 
 
-def test_a_resumed_run_does_not_say_that_its_model_is_random(run):
-    logs = [run("x", f"{FLAGS} {LOSSES['queue']} {more}").log for more in ("", "--resume latest --epochs 2")]
-    random = "Model initialized randomly"
-    assert [log.count(random) for log in (logs[0], logs[1].removeprefix(logs[0]))] == [1, 0]
-
-
 def test_the_best_of_the_summary(tmp_path):
     folder = tmp_path / "logs/x"
     folder.mkdir(parents=True)

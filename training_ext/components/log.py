@@ -6,17 +6,15 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import open_clip
 import torch
 from open_clip_train import train as open_clip_train
 
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.metrics_file import EVAL, FILE, MetricsFile
-from open_clip_ext.options import flag_of, option
+from open_clip_ext.options import option
 from open_clip_ext.surrogates import PowerHinge
 from training_ext.core import hosts
 from training_ext.core.component import Component
@@ -81,16 +79,6 @@ class Log(Component):
 
     # OpenCLIP's lines
 
-    def prepare(self, until: ExitStack) -> None:
-        for logger in (logging.root, logging.getLogger(open_clip.factory.__name__)):  # of OpenCLIP 3, and of 4
-            logger.addFilter(self._is_built_to_train)
-            until.callback(logger.removeFilter, self._is_built_to_train)
-
-    def _is_built_to_train(self, record: logging.LogRecord) -> bool:
-        """Leave out that a model is random that gets a checkpoint's weights."""
-        is_resumed = self.args.loss is not None and self.args.resume
-        return not (is_resumed and record.getMessage().endswith("Model initialized randomly."))
-
     def model_built(self, model: torch.nn.Module) -> None:
         args = self.args
         for sentence in take_warnings() if self.plan.is_first else ():
@@ -121,10 +109,6 @@ class Log(Component):
     # Our lines
 
     def begin(self, resumed: bool) -> None:
-        for flag in ("local_loss", "gather_with_grad") if self.args.uses_ext_loss else ():
-            if getattr(self.args, flag):
-                what = f"{flag_of(flag)} makes no difference to --loss {self.args.loss}"
-                logging.info(f"{what}: its gradients are exact without it.")
         if (loss := self.training.loss) is not None and loss.description():
             logging.info(f"Loss {self.args.loss}: {loss.description()}")
         if self.args.loss is not None and (path := self.plan.file(FILE)) and not self.log_all:

@@ -4,7 +4,6 @@
 """
 
 import logging
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -18,11 +17,10 @@ from training_ext.data.metrics import OWN_CLASSES, OWN_IMAGES, is_due
 from training_ext.openclip.loading import load_tokenizer
 
 FLAG = "--zeroshot-data"
-PICTURES = "confusion"  # folder of the run's
 
 
 class OwnClasses(Component):
-    """Accuracy and balanced accuracy in [0, 1] on the user's own images, and a picture of the confusion."""
+    """Accuracy and balanced accuracy in [0, 1] on the user's own images."""
 
     name = "own_classes"
     topic = "evaluation"
@@ -53,7 +51,6 @@ class OwnClasses(Component):
 
     def scores(self, evaluation: Evaluation) -> dict[str, float]:
         from training_ext.scoring.inference import Encoder
-        from training_ext.scoring.pictures import write_confusion
         from training_ext.scoring.scores import open_task, score
         from training_ext.scoring.tasks import own_task
 
@@ -72,13 +69,5 @@ class OwnClasses(Component):
         except InputError as error:  # do not lose the training now
             logging.error(f"{FLAG} was not evaluated after epoch {evaluation.epoch}: {last_line(error)}")
             return {}
-        assert found is not None and found.confusion is not None
-        if path := self.plan.file(f"{PICTURES}/epoch_{evaluation.epoch}.png"):
-            try:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                title = f"{task.name}, epoch {evaluation.epoch}"
-                write_confusion(path, title, source.classes, found.metrics, found.confusion)
-                logging.info(f"Confusion matrix of {FLAG}: {path}")
-            except Exception as error:
-                logging.warning(f"The confusion matrix was not drawn: {error!r}")
+        assert found is not None
         return {log_name: found.metrics[name] for log_name, name in OWN_CLASSES.items()} | {OWN_IMAGES: found.samples}

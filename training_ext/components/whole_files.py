@@ -4,6 +4,7 @@ OpenCLIP's own losses have no checkpoints within an epoch; that of its end is wr
 """
 
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -12,7 +13,7 @@ import torch
 from training_ext.core.component import Component
 from training_ext.core.epoch import Epoch
 from training_ext.core.seam import Seam
-from training_ext.data.checkpoint_files import latest_checkpoint
+from training_ext.data.checkpoint_files import EPOCH, latest_checkpoint, replace_older
 from training_ext.data.metrics import saves_before_evaluation
 
 
@@ -40,3 +41,7 @@ class WholeFiles(Component):
             path = self.plan.checkpoint_after(epoch.number + 1)
             self.training.state.save(torch.save, epoch.content(epoch.number + 1), path)
             logging.info(f"Saved before the evaluation: {path}")
+
+    def saved(self, path: str) -> None:
+        if EPOCH.fullmatch(os.path.basename(path)):
+            replace_older(path)

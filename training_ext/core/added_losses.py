@@ -49,20 +49,15 @@ def take_added(output: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{name.removeprefix(PREFIX)}_loss": value for name, value in added.items()}
 
 
-class WithAdded:
+def with_added(losses: Callable[..., dict[str, Tensor]], **output: Any) -> dict[str, Tensor]:
     """The run's loss together with those that components add, as OpenCLIP's loops call it.
 
     Args:
         losses: from a model's output to losses by name, one of OpenCLIP's or `Run.loss_of`.
     """
-
-    def __init__(self, losses: Callable[..., dict[str, Tensor]]):
-        self.losses = losses
-
-    def __call__(self, **output: Any) -> dict[str, Tensor]:
-        added = take_added(output)
-        losses = self.losses(**output)
-        if clash := added.keys() & losses.keys():
-            raise InputError(f"a component adds a loss {clash.pop()!r}, which the run has already")
-        losses.update(added)  # with names that end in _loss, the only ones that OpenCLIP 4 sums
-        return losses
+    added = take_added(output)
+    own = losses(**output)
+    if clash := added.keys() & own.keys():
+        raise InputError(f"a component adds a loss {clash.pop()!r}, which the run has already")
+    own.update(added)  # with names that end in _loss, the only ones that OpenCLIP 4 sums
+    return own

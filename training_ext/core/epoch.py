@@ -28,7 +28,6 @@ class Epoch:
         writer: TensorBoard's, to which OpenCLIP gives the numbers of each step that it logs on process 0; or None.
         content: returns what OpenCLIP would save after this many epochs.
         stage: TRAIN, or a component's name for its own epochs.
-        save, saved: of such an epoch: writes a place within it in place of a checkpoint; the one where it resumes.
     """
 
     run: Callable[["Epoch"], Any]
@@ -47,8 +46,6 @@ class Epoch:
     writer: Any
     content: Callable[[int], dict[str, Any]]
     stage: str = TRAIN
-    save: Callable[[dict[str, Any]], None] | None = None
-    saved: dict[str, Any] | None = None
 
     @property
     def loader(self) -> Any:

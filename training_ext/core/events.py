@@ -53,9 +53,9 @@ class Events:
 
     def with_added(self, losses: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
         """The losses of a model's output together with those that components add."""
-        from training_ext.core.added_losses import WithAdded
+        from training_ext.core.added_losses import with_added
 
-        return WithAdded(losses)
+        return partial(with_added, losses)
 
     def regroup(self, optimizer: Optimizer, model: nn.Module) -> None:
         """Let components change the optimizer's groups, before its first step."""

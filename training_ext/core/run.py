@@ -17,7 +17,7 @@ from open_clip_ext.losses import Loss
 from training_ext.core import hosts
 from training_ext.core.flags import OPEN_CLIP_TAU_MIN, parse
 from training_ext.core.loss import LossItems, build_loss
-from training_ext.core.optimizer import GivenSettings
+from training_ext.core.optimizer import given_settings
 from training_ext.core.plan import Plan
 from training_ext.core.rows import TrainData
 from training_ext.core.seam import RUN, Seam, in_place
@@ -58,7 +58,7 @@ class Run:
             self.events = Events(self)
         self.temperature: TemperatureGroup | None = None
         self.adds_losses = self._has_begun = self.is_besides = False
-        self._settings: GivenSettings
+        self._settings: list[dict[str, Any]]  # of the optimizer's groups, from flags
 
     def seams(self) -> Iterator[tuple[Seam, Any]]:
         """Every seam of the run with its owner."""
@@ -115,7 +115,7 @@ class Run:
         if trains_logit_scale(self.args):
             schedule = self.args.lr_tau, self.args.lr_tau_scheduler, self.args.lr
             self.temperature = TemperatureGroup(inner, model.logit_scale, *schedule)
-        self._settings = GivenSettings(inner, self.args)
+        self._settings = given_settings(inner, self.args)
         return optimizer
 
     def assign_learning_rate(self, original: Callable, optimizer: torch.optim.Optimizer, new_lr: float) -> None:
@@ -166,7 +166,8 @@ class Run:
         if self.args.uses_ext_loss:
             self.training.loss = self._build_loss()
         self.state.load_into(self.training.loss, self.data.num_rows)
-        self._settings.put_back()
+        for group, settings in zip(self.training.optimizer.param_groups, self._settings, strict=True):
+            group.update(settings)
         if self.temperature is not None:
             self.temperature.begin(self.args.skip_scheduler)
         for component in self.components:

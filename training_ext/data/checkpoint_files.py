@@ -8,11 +8,15 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+import torch
+
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import PARTIAL, whole_file
 from training_ext.core import hosts
-from training_ext.core.plan import trains
+from training_ext.core.epoch import Epoch
+from training_ext.core.plan import Plan, trains
 from training_ext.core.state import WEIGHTS, entry_of
+from training_ext.core.training import Training
 from training_ext.data.checkpoint import SHARDED, SHARDED_PARTS
 from training_ext.data.row_folders import MARK, remove_unnamed
 from training_ext.openclip.loading import load_mapped
@@ -60,6 +64,23 @@ def newest_numbered(folder: str) -> str | None:
     return max(
         numbered, key=lambda name: ([int(digits) for digits in re.findall(r"\d+", name)], name), default=None
     )
+
+
+def save_within(plan: Plan, training: Training, epoch: Epoch, step: int) -> None:
+    """Save a checkpoint after `step` steps of an epoch in place of earlier ones; every process calls this."""
+    args, state = plan.args, training.state
+    done = epoch.number if epoch.is_training else 0  # completed epochs of the training
+    name = NAME.format(epoch=done, step=step)
+    state.gather(training, done, name.removesuffix(".pt"))
+    content = epoch.content(done) if plan.is_first or plan.shards_model else None
+    if plan.is_first:
+        # OpenCLIP's --remote-sync does not copy the file of --save-most-recent.
+        latest = args.save_most_recent and args.remote_sync is None
+        path = os.path.join(args.checkpoint_path, hosts.installed().main().LATEST_CHECKPOINT_NAME if latest else name)
+        state.save(torch.save, content, path)
+        remove_older(path)
+        logging.info(f"Saved after step {step} of {epoch.title.lower()}: {path}")
+    state.entry = None
 
 
 def remove_older(path: str) -> list[str]:

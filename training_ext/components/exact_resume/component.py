@@ -13,7 +13,6 @@ uninterrupted run: a sampler skips indices, a worker's stream skips samples befo
 """
 
 import logging
-import os
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -29,7 +28,6 @@ from open_clip_ext.errors import InputError, Stopped
 from open_clip_ext.options import option
 from training_ext.components.exact_resume import order
 from training_ext.components.exact_resume.stopping import StopRequest
-from training_ext.core import hosts
 from training_ext.core.component import Component
 from training_ext.core.epoch import Epoch
 from training_ext.core.seam import TRAIN_DATA, Seam
@@ -182,9 +180,7 @@ class ExactResume(Component):
     def epoch(self, epoch: Epoch, train: Callable[[Epoch], None]) -> None:
         self._epoch = epoch
         self._shared_epoch.set_value(epoch.seed)
-        saved = epoch.saved
-        if epoch.is_training:
-            saved, self._saved = self._saved, {}
+        saved, self._saved = self._saved, {}
         epoch.loader.start_at(self._start_from(saved) if saved else None)
         train(epoch)
 
@@ -223,7 +219,9 @@ class ExactResume(Component):
         is_last = step == steps and saves_before_evaluation(self.plan, self.training.components, epoch)
         if not (stops or is_due or is_last):
             return
-        (epoch.save or self._save)(self._place_after(step))
+        self._place, self.state_is_needed = self._place_after(step), True
+        checkpoint_files.save_within(self.plan, self.training, epoch, step)
+        self._place, self.state_is_needed = None, False
         if args.distributed:
             dist.barrier()  # the file exists before any process ends
         if stops:
@@ -244,25 +242,6 @@ class ExactResume(Component):
         }  # fmt: skip
         return {"order": order_of(self.args, loader.streams), "position": position}
 
-    def _save(self, place: dict[str, Any]) -> None:
-        """Write a checkpoint at a place within the epoch, and remove older ones; every process calls this."""
-        args, state, done = self.args, self.training.state, self._epoch.number
-        step = self.plan.steps(place["position"]["batches"])
-        name = checkpoint_files.NAME.format(epoch=done, step=step)
-        self._place, self.state_is_needed = place, True
-        state.gather(self.training, done, name.removesuffix(".pt"))
-        self._place, self.state_is_needed = None, False
-        content = self._epoch.content(done) if self.plan.is_first or self.plan.shards_model else None
-        if self.plan.is_first:
-            # OpenCLIP's --remote-sync does not copy the file of --save-most-recent.
-            latest = args.save_most_recent and args.remote_sync is None
-            file = hosts.installed().main().LATEST_CHECKPOINT_NAME if latest else name
-            path = os.path.join(args.checkpoint_path, file)
-            state.save(torch.save, content, path)
-            checkpoint_files.remove_older(path)
-            logging.info(f"Saved after step {step} of epoch {done}: {path}")
-        state.entry = None
-
     def state_dict(self) -> dict[str, Any]:
         return self._place or {"order": order_of(self.args, self._epoch.loader.streams), "position": None}
 
@@ -271,7 +250,3 @@ class ExactResume(Component):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._saved = state
-
-    def saved(self, path: str) -> None:
-        if checkpoint_files.EPOCH.fullmatch(os.path.basename(path)):
-            checkpoint_files.replace_older(path)

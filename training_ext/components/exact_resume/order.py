@@ -86,7 +86,7 @@ class SeededEpochs(IterableDataset):
         self.shared_epoch: Any = None
         self._start: Start | None = None
 
-    def start_at(self, start: Start) -> None:
+    def start_at(self, start: Start | None) -> None:
         """Resume at `start`; called before the first iteration, which copies this object into the workers."""
         self._start = start
 
@@ -114,8 +114,8 @@ class LateSampler(Sampler[int]):
     batch_size: int
     _skipped: int = 0
 
-    def start_at(self, start: Start) -> None:
-        self._skipped = start.batches * self.batch_size
+    def start_at(self, start: Start | None) -> None:
+        self._skipped = 0 if start is None else start.batches * self.batch_size
 
     def __iter__(self) -> Iterator[int]:
         skipped, self._skipped = self._skipped, 0
@@ -144,7 +144,7 @@ class ResumableLoader(StandIn):
 
     Args:
         loader: OpenCLIP's, with its `num_batches` and `num_samples`.
-        restart: makes the next iteration of `loader` begin at a `Start`.
+        restart: makes the next iteration of `loader` begin at a `Start`, or at its first batch.
         streams: loader workers that number their samples; 0 for map-style data.
         tags: the numbers that the samples carry.
         seed: seeds this process's generators for a use (of `seeding`) and a place in this epoch.
@@ -157,7 +157,7 @@ class ResumableLoader(StandIn):
     stands_for = "loader"
 
     loader: Any
-    restart: Callable[[Start], None]
+    restart: Callable[[Start | None], None]
     streams: int
     tags: Tags
     seed: Callable[..., None]
@@ -170,8 +170,7 @@ class ResumableLoader(StandIn):
         """Start the next epoch at `start`; None: at its first batch."""
         self.first = 0 if start is None else start.batches
         self.numbers = [0] * self.streams if start is None else list(start.samples)
-        if start is not None:
-            self.restart(start)
+        self.restart(start)
 
     def __iter__(self) -> Iterator[Any]:
         self.seed(seeding.AT_EPOCH)

@@ -52,7 +52,8 @@ class Recovery(Component):
     osr_load: str | None = option(None, "load recovered statistics from this file instead", **GIVEN)
 
     _in_progress: Any = None  # `StatisticsRecovery`
-    _is_new = False  # the training, which has not begun
+    _is_due = False
+    _done = 0  # its completed epochs, of a checkpoint within it
     _reference: torch.nn.Module | None = None
 
     @classmethod
@@ -106,17 +107,17 @@ class Recovery(Component):
         if self.osr_epochs > 0:
             from training_ext.components.recovery import recovered
 
-            recovered.check_files(self.plan, rows, resumes)
+            recovered.check_files(self.args, rows, resumes)
 
     def reference_built(self, model: torch.nn.Module) -> None:
         self._reference = model
 
     def begin(self, resumed: bool) -> None:
-        self._is_new = not resumed and self.osr_epochs > 0
+        self._is_due = self._is_due or (not resumed and self.osr_epochs > 0)
 
     def epoch(self, epoch: Epoch, train: Callable[[Epoch], None]) -> None:
-        if self._is_new:
-            self._is_new = False
+        if self._is_due:
+            self._is_due = False
             self._prepare(epoch)
         train(epoch)
 
@@ -125,28 +126,36 @@ class Recovery(Component):
         if self.osr_transfer == "none":
             logging.info("No statistics are recovered (--osr-transfer none); schedules continue as after a recovery")
             return
-        from training_ext.components.recovery import recovered
         from training_ext.components.recovery.recovery import StatisticsRecovery
 
-        recovery = StatisticsRecovery(self.training, self.plan, epoch, self._reference)
+        recovery = StatisticsRecovery(self.training, self.plan, epoch, self._reference, self._done)
         if self.osr_load is not None:
-            recovery.load(recovered.read(self.osr_load), self.osr_load, "--osr-load")
+            recovery.load(self.osr_load)
             logging.info(f"=> loaded the recovered statistics '{self.osr_load}'")
         else:
             if self.plan.is_first:
                 logging.info(f"Recovering optimizer statistics for {self.osr_epochs:g} epochs; the weights are fixed")
-            self._in_progress = recovery
+            self._in_progress, self.state_is_needed = recovery, True
             with kept_random_state(self.args.device):
                 recovery.recover()
-            self._in_progress = None
+            self._in_progress, self.state_is_needed = None, False
+            if self.osr_save is not None:
+                recovery.save(self.osr_save)
         recovery.hand_over()
 
     def step_done(self, step: int) -> None:
         if self._in_progress is not None and step == 1:  # not after epochs
             self._in_progress.check()
 
+    def saving(self) -> None:
+        if self._in_progress is not None:
+            self._in_progress.check()
+
     def state_dict(self) -> dict[str, Any]:
-        return {"epochs": self.args.epochs_before} if self.args.epochs_before else {}
+        state = {"epochs": self.args.epochs_before} if self.args.epochs_before else {}
+        if self._in_progress is not None:
+            state |= {"done": self._in_progress.done, "surrogate": self.osr_surrogate}
+        return state
 
     def older_state(self, entry: dict[str, Any]) -> dict[str, Any]:
         return {"epochs": entry.get("osr_epochs", 0.0)}  # absent in files from before the recovery existed
@@ -156,12 +165,11 @@ class Recovery(Component):
         if own != epochs and self.args.uses_ext_loss:
             counted = f"{path!r} was trained after {epochs:g}, which its schedules count"
             refuse("osr_epochs", f"{own:g}, but {counted}; give --osr-epochs {epochs:g}")
+        if (surrogate := state.get("surrogate", self.osr_surrogate)) != self.osr_surrogate:
+            refuse("osr_surrogate", f"{self.osr_surrogate}, but the recovery of {path!r} has {surrogate}; give that")
 
-    def saved(self, path: str) -> None:
-        if self.osr_epochs > 0:  # the training resumes from this checkpoint now
-            from training_ext.components.recovery import recovered
-
-            recovered.remove_unfinished(self.plan)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._is_due, self._done = "done" in state, state.get("done", 0)
 
 
 def recovers(args: Namespace) -> bool:

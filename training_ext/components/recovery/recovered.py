@@ -1,12 +1,10 @@
-"""The file of recovered optimizer statistics: `--osr-save`, `--osr-load`, and that of an interrupted recovery.
+"""The file of recovered optimizer statistics: `--osr-save`, `--osr-load`.
 
 It has tensors, numbers and strings, by parameter name, so it does not depend on the number of processes.
 """
 
 import os
 from argparse import Namespace
-from contextlib import suppress
-from math import ceil
 from typing import Any
 
 import torch
@@ -15,7 +13,6 @@ from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from training_ext.core.files import atomic_save
-from training_ext.core.plan import Plan
 from training_ext.core.state import state_options
 from training_ext.data import row_folders
 from training_ext.data.row_folders import MARK, remove_unnamed
@@ -24,8 +21,8 @@ from training_ext.openclip.loading import load_verified, one_line
 from training_ext.openclip.machine import check_writable
 
 KIND = "open_clip_ext statistics recovery"
+FLAG = "--osr-load"
 FORMAT, IN_FILES = 1, 2  # IN_FILES: the rows per sample are in a folder beside the file, see `row_folders`
-UNFINISHED = "recovery.state"  # in the experiment's folder; that of an interrupted recovery
 # With these flags a model of the same name and weights is another one.
 FORCED = ("force_quick_gelu", "force_custom_text", "force_patch_dropout", "force_image_size", "force_context_length")
 
@@ -65,101 +62,44 @@ def remove_folders(path: str) -> None:
     remove_unnamed(os.path.dirname(path) or ".", [path], begin=f"{os.path.basename(path)}{MARK}")
 
 
-def read(path: str, flag: str = "--osr-load") -> dict[str, Any]:
+def read(path: str) -> dict[str, Any]:
     """Read the file; its tensors stay on disk until they are used.
 
     Raises:
-        InputError: the file is missing, damaged, not one of recovered statistics, or, for --osr-load, not complete.
+        InputError: the file is missing, damaged, or not one of recovered statistics.
     """
     try:
         content = load_verified(path)
     except (FileNotFoundError, IsADirectoryError):
         raise InputError(
-            f"there is no file {path!r}; to resume a training that began with it, give its --osr-epochs instead", flag
+            f"there is no file {path!r}; to resume a training that began with it, give its --osr-epochs instead", FLAG
         ) from None
     except Exception as error:
-        raise InputError(f"{path!r} cannot be read: {one_line(error)}", flag) from None
+        raise InputError(f"{path!r} cannot be read: {one_line(error)}", FLAG) from None
     if not isinstance(content, dict) or content.get("kind") != KIND:
-        raise InputError(f"{path!r} was not written by --osr-save", flag)
+        raise InputError(f"{path!r} was not written by --osr-save", FLAG)
     if content["format"] > IN_FILES:
-        raise InputError(f"{path!r} was written by a newer open_clip_ext (format {content['format']})", flag)
-    done, epochs = content["done"], ceil(content["epochs"])
-    if flag == "--osr-load" and (done < epochs or content.get("position") is not None):
-        raise InputError(
-            f"{path!r} is of an interrupted recovery (epoch {done} of {epochs}); finish that run with "
-            "--resume latest, and load what it saves with --osr-save",
-            flag,
-        )
+        raise InputError(f"{path!r} was written by a newer open_clip_ext (format {content['format']})", FLAG)
     return content
 
 
-def check(content: dict[str, Any], own: dict[str, Any], path: str, flag: str = "--osr-load") -> None:
+def check(content: dict[str, Any], own: dict[str, Any], path: str) -> None:
     """Raise InputError unless the statistics have the entries `own` of an `identity`."""
     saved = content["identity"]
-    instead = "recover it anew with --osr-epochs" if flag == "--osr-load" else "give that, or remove the file"
     for name, value in own.items():
         if saved.get(name, value) != value:  # files from before an entry existed do not have it
-            raise InputError(
-                f"{path!r} was recovered with another {name}: {saved[name]}, not {value}; {instead}", flag
-            )
+            wrong = f"{path!r} was recovered with another {name}: {saved[name]}, not {value}"
+            raise InputError(f"{wrong}; recover it anew with --osr-epochs", FLAG)
 
 
-def unfinished_path(plan: Plan) -> str | None:
-    """The file from which an interrupted recovery resumes; None if the run writes no files."""
-    return None if plan.folder is None else os.path.join(plan.folder, UNFINISHED)
-
-
-def read_unfinished(args: Namespace, path: str) -> dict[str, Any]:
-    """Read the file of an interrupted recovery, as `read`.
-
-    Raises:
-        InputError: it cannot be read, or was to be of another length or with another surrogate.
-    """
-    content = read(path, "--resume")
-    for flag, own, saved in (
-        ("--osr-surrogate", args.osr_surrogate, content.get("surrogate", args.surrogate)),
-        ("--osr-epochs", f"{args.osr_epochs:g}", f"{content['epochs']:g}"),
-    ):
-        if saved != own:
-            text = f"{own}, but the interrupted recovery {path!r} has {saved}; give that, or remove the file"
-            raise InputError(text, flag)
-    return content
-
-
-def remove_unfinished(plan: Plan) -> None:
-    """Remove the file of an interrupted recovery, with its rows."""
-    if (path := unfinished_path(plan)) is not None:
-        with suppress(FileNotFoundError):
-            os.remove(path)
-        remove_folders(path)
-
-
-def check_files(plan: Plan, rows: DataRows, resumes: bool) -> None:
+def check_files(args: Namespace, rows: DataRows, resumes: bool) -> None:
     """Raise InputError unless the run can load what it is to load, and save what it recovers; see `check_rows`."""
-    args, path = plan.args, plan.args.osr_save
-    if args.osr_load is not None and not (resumes and args.uses_ext_loss):
-        _check_file(read(args.osr_load), args, rows, args.osr_load, "--osr-load")
-    if resumes or args.osr_load is not None:  # nothing is written
-        return
-    content: dict[str, Any] = {}
-    unfinished = unfinished_path(plan) if args.resume == "latest" and args.osr_transfer != "none" else None
-    if unfinished is not None and os.path.exists(unfinished):
-        content = read_unfinished(args, unfinished)
-        _check_file(content, args, rows, unfinished, "--resume")
-    if path is None:
-        return
-    if os.path.exists(path):
-        if not content:
-            raise InputError(f"{path!r} exists; give another path, or load it with --osr-load", "--osr-save")
-        same: dict[str, Any] = {}
-        with suppress(InputError):
-            same = read(path, "--osr-save")
-        if any(same.get(name) != content.get(name) for name in ("identity", "epochs", "surrogate")):
-            text = f"{path!r} exists and is not of the interrupted recovery {unfinished!r}; give another path"
-            raise InputError(text, "--osr-save")
-    check_writable("--osr-save", os.path.dirname(path) or ".")
-
-
-def _check_file(content: dict[str, Any], args: Namespace, rows: DataRows, path: str, flag: str) -> None:
-    check(content, identity(args, rows), path, flag)
-    row_folders.check(path, content.get("rows"), content["loss_state"], flag)
+    path = args.osr_load
+    if path is not None and not (resumes and args.uses_ext_loss):
+        content = read(path)
+        check(content, identity(args, rows), path)
+        row_folders.check(path, content.get("rows"), content["loss_state"], FLAG)
+    if args.osr_save is not None and not resumes:
+        if os.path.exists(args.osr_save):
+            raise InputError(f"{args.osr_save!r} exists; give another path, or load it with --osr-load", "--osr-save")
+        check_writable("--osr-save", os.path.dirname(args.osr_save) or ".")

@@ -4,20 +4,15 @@ The algorithm is that of `open_clip_ext.recovery`.
 """
 
 import hashlib
-import logging
-import os
 from argparse import Namespace
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from itertools import islice
-from math import ceil
 from typing import Any
 
 import torch
 
-from open_clip_ext.distributed import object_of_first
 from open_clip_ext.metrics_file import RECOVERY
 from open_clip_ext.recovery import FrozenWeights, check_frozen, digest_of, epoch_lengths, zero_learning_rates
 from open_clip_ext.surrogates import Identity
@@ -26,7 +21,7 @@ from training_ext.core.epoch import Epoch
 from training_ext.core.patching import StandIn
 from training_ext.core.plan import Plan
 from training_ext.core.training import Training
-from training_ext.data import row_folders
+from training_ext.data import checkpoint_files, row_folders
 from training_ext.data.seeding import AT_EPOCH, seed_all
 
 FIRST_EPOCH = 1 << 20  # number of the recovery's first epoch, which seeds the order of the data
@@ -58,36 +53,36 @@ class StatisticsRecovery:
         plan: of the run, whose options of the recovery are resolved.
         first: the training's first epoch, which follows.
         reference: the frozen model of --distill-model, if there is one.
+        done: number of completed epochs.
     """
 
-    def __init__(self, training: Training, plan: Plan, first: Epoch, reference: torch.nn.Module | None):
+    def __init__(self, training: Training, plan: Plan, first: Epoch, reference: torch.nn.Module | None, done: int):
         self.plan, self.args = plan, plan.args
         self.training, self.first, self.reference = training, first, reference
         self.optimizer, self.scaler = first.optimizer, first.scaler
         self.weights = FrozenWeights(first.model)
-        self._unfinished = recovered.unfinished_path(plan)
+        self.done = done
 
     # Algorithm 1
 
     def recover(self) -> None:
-        """Run the remaining epochs and save the recovered statistics."""
+        """Run the remaining epochs, with a checkpoint after each."""
         freq, steps = self.args.accum_freq, self.plan.steps(self.first.loader.num_batches)
         lengths = [steps * freq for steps in epoch_lengths(self.args.osr_epochs, steps)]  # in batches
-        saved = self._resume()
         loss = self.training.loss
         surrogate = None if self.args.osr_surrogate in (None, self.args.surrogate) else Identity()
         with zero_learning_rates(self.optimizer, loss, surrogate):
-            for epoch in range(saved.get("done", 0), len(lengths)):
+            while self.done < len(lengths):
                 if loss is not None:
-                    loss.set_epoch(epoch)
-                self.first.run(self._epoch(epoch, lengths, saved))
-                saved = {}
+                    loss.set_epoch(self.done)
+                epoch = self._epoch(self.done, lengths)
+                self.first.run(epoch)
                 self.check()
-                self._save(self._unfinished, epoch + 1)
-        if self.args.osr_save:
-            self._save(self.args.osr_save, len(lengths))
+                self.done += 1
+                if self.plan.keeps_files:
+                    checkpoint_files.save_within(self.plan, self.training, epoch, epoch.steps)
 
-    def _epoch(self, number: int, lengths: list[int], saved: dict[str, Any]) -> Epoch:
+    def _epoch(self, number: int, lengths: list[int]) -> Epoch:
         """An epoch without OpenCLIP's schedule, which appears in the log only."""
         steps = [self.plan.steps(batches) for batches in lengths]
         training = self.args.epochs * self.first.steps
@@ -101,7 +96,7 @@ class StatisticsRecovery:
             self.first, stage=RECOVERY, number=number, of=len(steps), seed=seed,
             data={**self.first.data, "train": train},
             before=sum(steps[:number]), ahead=sum(steps[number + 1 :]) + training,
-            scheduler=lambda step: None, writer=None, saved=saved, save=partial(self._save_within, number),
+            scheduler=lambda step: None, writer=None,
             args=Namespace(**{**vars(self.args), "save_logs": False, "wandb": False, "trackio": False}),
         )
 
@@ -142,22 +137,8 @@ class StatisticsRecovery:
         """Names of the parameters in the optimizer's order."""
         return [self.weights.names[p] for group in self.optimizer.param_groups for p in group["params"]]
 
-    def _save_within(self, epoch: int, place: dict[str, Any]) -> None:
-        self.check()
-        if place["position"]["batches"] == place["position"]["of"]:
-            self._save(self._unfinished, epoch + 1)
-        else:
-            self._save(self._unfinished, epoch, **place)
-
-    def _save(self, path: str | None, done: int, **place: Any) -> None:
-        """Write the statistics on process 0; every process calls this.
-
-        Args:
-            done: number of completed epochs.
-            place: order and position within the next epoch, as in the state of `exact_resume`.
-        """
-        if path is None:
-            return
+    def save(self, path: str) -> None:
+        """Write the statistics on process 0; every process calls this."""
         loss = self.training.loss
         state, folder = ({}, None) if loss is None else row_folders.save_state(self.args, loss, path)
         needed = {one.name: one.state_dict() for one in self.training.components if one.state_is_needed}
@@ -166,25 +147,23 @@ class StatisticsRecovery:
         content = {
             "identity": self.identity(),
             "epochs": self.args.osr_epochs,
-            "surrogate": self.args.osr_surrogate,
-            "done": done,
             "moments": {self.weights.names[p]: dict(moments) for p, moments in self.optimizer.state.items()},
             "group_steps": [group["step"] for group in self.optimizer.param_groups if "step" in group],
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
             "loss_state": state,
             "states": {name: own for name, own in needed.items() if own},
             "rows": folder,
-            **place,
         }
         recovered.save(path, content)
 
-    def load(self, content: dict[str, Any], path: str, flag: str) -> None:
-        """Load the statistics that `path`, the value of `flag`, contains.
+    def load(self, path: str) -> None:
+        """Load the statistics that `path`, the value of --osr-load, contains.
 
         Raises:
             InputError: they belong to another model, data set, loss or optimizer.
         """
-        recovered.check(content, self.identity(), path, flag)
+        content = recovered.read(path)
+        recovered.check(content, self.identity(), path)
         own = self.optimizer.state_dict()
         moments = content["moments"]
         own["state"] = {number: moments[name] for number, name in enumerate(self._trained()) if name in moments}
@@ -194,18 +173,8 @@ class StatisticsRecovery:
         if self.scaler is not None and content["scaler"]:
             self.scaler.load_state_dict(content["scaler"])
         if self.training.loss is not None:
-            folder = row_folders.folder_of(path, content.get("rows"), flag)
-            row_folders.load_state(self.training.loss, content["loss_state"], folder, path, flag)
+            folder = row_folders.folder_of(path, content.get("rows"), recovered.FLAG)
+            row_folders.load_state(self.training.loss, content["loss_state"], folder, path, recovered.FLAG)
         for component in self.training.components:  # a file from before version 0.1 has no states of theirs
             if state := content.get("states", {}).get(component.name):
                 component.load_state_dict(state)
-
-    def _resume(self) -> dict[str, Any]:
-        """Load what an interrupted run of this experiment saved; returns where it was, {} if there is nothing."""
-        path = self._unfinished
-        if not object_of_first(path is not None and os.path.exists(path)) or path is None:
-            return {}
-        content, epochs = recovered.read_unfinished(self.args, path), ceil(self.args.osr_epochs)
-        self.load(content, path, "--resume")
-        logging.info(f"=> resuming the recovery of statistics from '{path}' (epoch {content['done']} of {epochs})")
-        return {name: content[name] for name in ("done", "order", "position") if name in content}
