@@ -40,6 +40,11 @@ CHUNK_ROWS = 1 << 22  # that a process sends, writes or reads at once: 32 MiB fo
 CHUNK = 2**20  # bytes of a file, for its checksum
 DTYPES = {torch.float32: "F32", torch.float64: "F64"}  # as safetensors calls them
 
+
+class NotSharedError(InputError):
+    """A process does not see the folder; nothing is kept of the save."""
+
+
 _CURRENT: ContextVar["RowFiles | None"] = ContextVar("rows_in_files", default=None)
 
 
@@ -131,7 +136,7 @@ class RowFiles:
         self.folder, self._save, self._problem = object_of_first((self.folder, self._save, self._problem))
         if self._problem is None and not os.path.isdir(self.folder):
             problem = f"process {rank()} does not see {self.folder!r}; give a folder that all processes share"
-            self._problem = InputError(problem)
+            self._problem = NotSharedError(problem)
 
     def _write_part(self, path: str, rows: Tensor) -> int:
         """Write a file as safetensors lays it out, and return its checksum. In pieces: save_file would hold the rows

@@ -36,7 +36,7 @@ from training_ext.data.csv_rows import look_at_lines, read_csv
 from training_ext.data.first_look import look_at_shards
 from training_ext.data.shard_rows import rows_of_shards
 from training_ext.data.tables import read_table
-from training_ext.scoring.pairs import CsvPairs, PairShards
+from training_ext.scoring.pairs import PairShards, TablePairs
 from training_ext.tools.pairs.sources import find_sources
 
 PER_SHARD, SHARDS = 8, 4
@@ -309,7 +309,7 @@ def test_images_that_the_model_sees_otherwise_are_told_once(name, image, loses, 
         look_at_lines(table, "filepath", "x.csv")
         look_at_shards([f"{tmp_path}/0.tar"])
         look_at_shards([f"{tmp_path}/1.tar.gz"])
-        CsvPairs(Namespace(val_data=f"{tmp_path}/x.csv", **columns)).warn()
+        TablePairs(Namespace(val_data=f"{tmp_path}/x.csv", **columns)).warn()
         PairShards(f"{tmp_path}/0.tar").warn()
     places = ("", "0.tar: ", "1.tar.gz: ", "", "0.tar: ") if loses else ()
     for record, flag, place in zip(caplog.records, ("train",) * 3 + ("val",) * 2 if loses else (), places, strict=True):
@@ -341,7 +341,7 @@ def readers_of(path: str) -> dict:
         "validation": lambda: read_csv(training, path, "--val-data"),
         "plain": lambda: read_table(Namespace(**{**vars(training), "loss": None}), path, sep="\t"),
         "make_shards": lambda: find_sources([path], own, None, {}),
-        "evaluate": lambda: CsvPairs(own),
+        "evaluate": lambda: TablePairs(own),
     }
 
 

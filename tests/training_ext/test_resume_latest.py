@@ -73,7 +73,7 @@ def test_a_run_removes_what_a_kill_left_half_written(run, datasets):
     common = f"{datasets['shapes']} {FLAGS}"
     folder = run("x", f"{common} --epochs 1").path / "checkpoints"
     (folder / "epoch_9.pt.partial").write_bytes(b"half")
-    Path(temporary_name(str(folder / "epoch_9"))).touch()  # by which processes see whether they share the folder
+    Path(temporary_name(str(folder / "epoch_9"))).touch()
     (folder / "epoch_latest.partial").mkdir()
     run("x", f"{common} --epochs 2 --resume latest")
     assert {path.name for path in folder.iterdir()} == {"epoch_1.pt", "epoch_2.pt"}

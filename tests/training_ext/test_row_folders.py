@@ -10,7 +10,7 @@ from conftest import LOSSES, Experiment, ext_main, run_main
 from stop import Killed, StopAt
 from test_training import same
 
-from open_clip_ext import normalizers_report, row_files
+from open_clip_ext import create_loss, normalizers_report, row_files
 from training_ext.core.rows import RowLoader
 from training_ext.data import checkpoint_files, row_folders
 
@@ -272,3 +272,14 @@ def test_a_gib_is_gathered_and_more_is_not():
     above = {"split_rows_above": None, "remote_sync": None}
     assert not row_folders.splits(Namespace(**above), 2**30) and row_folders.splits(Namespace(**above), 2**30 + 1)
     assert not row_folders.splits(Namespace(split_rows_above=None, remote_sync="s3://x"), 2**40)
+
+
+def test_without_a_shared_folder_the_rows_are_gathered(tmp_path, monkeypatch, caplog):
+    args = Namespace(split_rows_above=0, remote_sync=None)
+    loss = create_loss("sogclr", num_samples=5)
+    with monkeypatch.context() as patch:
+        patch.setattr(row_files.os.path, "isdir", lambda path: False)  # as on another machine
+        state, folder = row_folders.save_state(args, loss, f"{tmp_path}/epoch_1")
+    assert folder is None and not list(tmp_path.iterdir())
+    assert torch.equal(state["state.log_u"], loss.full_state()["state.log_u"])
+    assert f"process 0 does not see '{tmp_path}/epoch_1.rows-" in caplog.text

@@ -1,14 +1,12 @@
 """The predicted memory of a step; tests/pretend_gpu compares it with a pretended GPU's."""
 
 import sys
-from contextlib import nullcontext
 
 import open_clip
 import pytest
 import torch
 from conftest import TINY
 
-from open_clip_ext.kernels import streaming
 from training_ext.core.loss import build_loss
 from training_ext.flags import params
 from training_ext.tools import dry_run, step_memory
@@ -41,21 +39,6 @@ def test_the_loss_takes_more_for_more_pairs_and_processes():
 
     features = 2 * 64 * 16 * 4
     assert features < of(64, 1) < of(128, 1) and of(64, 1) < of(64, 4)
-
-
-LOSSES = ("fastclip-v3", "neuclip --npn-prototypes 64", "queue --queue-size 200", "clip-chunked")
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_few_blocks_take_what_all_take(loss, monkeypatch):
-    """Of 8 rows of 64 pairs, and of tiles; with all blocks, millions of pairs take minutes."""
-    for name, size in (("GPU_PART", 512), ("LEAST_ROWS", 4), ("GPU_TILE", (16, 16))):
-        monkeypatch.setattr(streaming, name, size)
-    monkeypatch.setattr(step_memory, "WARM_UP", 3)
-    args = params.parse_args([*TINY.split(), "--loss", *loss.split(), "--batch-size", "32"])
-    few = step_memory.loss_bytes(args, 2, build_loss(args, 1000, "meta"), 16)
-    monkeypatch.setattr(step_memory, "_few_blocks", nullcontext)
-    assert few == step_memory.loss_bytes(args, 2, build_loss(args, 1000, "meta"), 16)
 
 
 def test_a_torch_without_the_private_parts_predicts_nothing(monkeypatch):

@@ -30,17 +30,15 @@ def check_usable(args: Namespace) -> SeenCaptions | None:
 
 def find(args: Namespace) -> DataRows:
     """The rows of --train-data; raises InputError as `rows.find_rows`."""
+    listing = digest_of_list(args.train_data)
     if args.train_num_samples is not None and not needs_index(args):
         if getattr(args, "shard_sizes", None):
             raise InputError(f"--loss {args.loss} with --train-num-samples does not use it", "--shard-sizes")
-        caption_summary = check_usable(args)
-        listing = digest_of_list(args.train_data)
-        return DataRows("webdataset", args.train_num_samples, listing, listing=listing, seen=caption_summary)
+        return DataRows("webdataset", args.train_num_samples, listing, listing=listing, seen=check_usable(args))
     shards = find_shards(args.train_data, getattr(args, "shard_sizes", None), max_bad=tolerated(args))
     urls = [url for url in shards.urls if shards.size_of[url]]
-    caption_summary = look_at_shards(urls, key_of_samples(args), captions_of_samples(args))
-    listing = digest_of_list(args.train_data)
-    return DataRows("webdataset", shards.num_rows, shards.digest, shards, listing, seen=caption_summary)
+    seen = look_at_shards(urls, key_of_samples(args), captions_of_samples(args))
+    return DataRows("webdataset", shards.num_rows, shards.digest, shards, listing, seen=seen)
 
 
 def check_loaders(args: Namespace, rows: DataRows, world_size: int) -> None:

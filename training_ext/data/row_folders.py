@@ -16,11 +16,10 @@ from contextlib import nullcontext
 from math import inf
 from typing import Any
 
-from open_clip_ext.distributed import all_gather_object, object_of_first, rank, world_size
+from open_clip_ext.distributed import rank
 from open_clip_ext.errors import InputError
-from open_clip_ext.files import temporary_name
 from open_clip_ext.losses import Loss
-from open_clip_ext.row_files import check_row_files, rows_in_files
+from open_clip_ext.row_files import NotSharedError, check_row_files, rows_in_files
 from open_clip_ext.row_state import bytes_per_row
 from training_ext.core.state import entry_of
 from training_ext.openclip.loading import load_mapped, one_line
@@ -50,28 +49,15 @@ def save_state(args: Namespace, loss: Loss, file: str) -> tuple[dict[str, Any], 
         The state, and the name of the folder beside `file` that has its rows, None where they are in the state.
     """
     num_bytes = loss.num_samples * sum(bytes_per_row(loss).values()) if loss.needs_index else 0
-    if not splits(args, num_bytes) or not _all_see(file):
-        return loss.full_state(), None
-    with rows_in_files(f"{file}{MARK}{secrets.token_hex(4)}") as files:
-        state = loss.full_state()
-    return state, os.path.basename(files.folder)
-
-
-def _all_see(file: str) -> bool:
-    """Whether every process sees process 0's folder of `file`; without a shared disk it must gather the rows."""
-    if world_size() == 1:
-        return True
-    probe = temporary_name(file)  # removed later if a kill leaves it
-    if rank() == 0:
-        open(probe, "xb").close()
-    probe = object_of_first(probe)
-    visible = all_gather_object(os.path.exists(probe))
-    if rank() == 0:
-        os.remove(probe)
-        if not all(visible):
-            where = f"'{os.path.dirname(file)}'"
-            logging.warning(f"Process {visible.index(False)} does not see {where}: process 0 gathers the rows")
-    return all(visible)
+    if splits(args, num_bytes):
+        try:
+            with rows_in_files(f"{file}{MARK}{secrets.token_hex(4)}") as files:
+                state = loss.full_state()
+            return state, os.path.basename(files.folder)
+        except NotSharedError as error:
+            if rank() == 0:
+                logging.warning(f"{error}; until then process 0 gathers the rows")
+    return loss.full_state(), None
 
 
 def load_state(loss: Loss, state: dict[str, Any], folder: str | None, path: str, flag: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from open_clip_ext.errors import InputError
-from training_ext.data.pair_folders import find_pairs
 from training_ext.data.shards import local_path, shard_urls
 from training_ext.data.tables import is_empty, open_csv
 from training_ext.scoring.folders import Sample, Shards, Source
@@ -20,13 +19,14 @@ CSV = re.compile(r"\.(csv|tsv|txt)(\.(gz|bz2|xz|zip))?$", re.IGNORECASE)
 SHARDS = re.compile(r"\.(tar(\.(gz|bz2|xz))?|tgz|tbz2|txz)$", re.IGNORECASE)
 
 
-class CsvPairs(Source):
-    """A csv as OpenCLIP reads it; the lines with the same image are its captions."""
+class TablePairs(Source):
+    """A csv as OpenCLIP reads it, or a folder of images with a .txt of the same name; the lines with the same image are
+    its captions."""
 
     def __init__(self, args: Namespace):
         super().__init__(FLAG, args.val_data)
         self.type = "retrieval"
-        self.columns = columns = [args.csv_img_key, args.csv_caption_key]
+        columns = [args.csv_img_key, args.csv_caption_key]
         table = open_csv(args, self.folder, FLAG)
         for column in columns:
             empty = table[column].map(is_empty)
@@ -35,27 +35,12 @@ class CsvPairs(Source):
         self.images = [
             (image, captions.tolist()) for image, captions in table.groupby(columns[0], sort=False)[columns[1]]
         ]
-
-    def files(self) -> list[str]:
-        return [self.folder, *super().files()]
+        if not self.images and os.path.isdir(self.folder):
+            raise self.wrong(f"{self.folder!r} has neither images with a .txt of the same name nor test/nshards.txt")
 
     def digest(self) -> str:
-        return hashlib.sha256(f"{super().digest()} {self.columns}".encode()).hexdigest()[:16]
-
-
-class FolderPairs(Source):
-    """A folder of images with their captions in a .txt of the same name."""
-
-    def __init__(self, folder: str):
-        super().__init__(FLAG, folder)
-        self.type = "retrieval"
-        found = find_pairs(folder, FLAG)
-        self.images, self.left_out = list(found.pairs), found.left_out
-        if not self.images:
-            raise self.wrong(f"{folder!r} has neither images with a .txt of the same name nor test/nshards.txt")
-
-    def files(self) -> list[str]:
-        return [*super().files(), *(os.path.splitext(path)[0] + ".txt" for path in super().files())]
+        captions = [captions for _, captions in self.images]
+        return hashlib.sha256(f"{super().digest()} {captions}".encode()).hexdigest()[:16]
 
 
 class PairShards(Shards):
@@ -83,15 +68,13 @@ def open_pairs(args: Namespace) -> Source:
     Raises:
         InputError: there are none.
     """
-    if os.path.isdir(args.val_data) and not os.path.exists(os.path.join(args.val_data, "test", "nshards.txt")):
-        return FolderPairs(args.val_data)
-    if os.path.isdir(args.val_data):
+    if os.path.exists(os.path.join(args.val_data, "test", "nshards.txt")):
         source = Shards(FLAG, args.val_data)
         if source.type != "retrieval":
             raise source.wrong(f"{args.val_data!r} is of type {source.type}; give images with captions")
         return source
-    if CSV.search(args.val_data):
-        return CsvPairs(args)
+    if os.path.isdir(args.val_data) or CSV.search(args.val_data):
+        return TablePairs(args)
     if SHARDS.search(args.val_data):
         return PairShards(args.val_data)
     raise InputError(

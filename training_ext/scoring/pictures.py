@@ -1,7 +1,6 @@
 """Confusion matrices as pictures."""
 
 from collections.abc import Mapping, Sequence
-from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,22 +19,19 @@ def plain(text: str) -> str:
 def write_confusion(
     path: str, title: str, classes: Sequence[str], metrics: Mapping[str, float], counts: NDArray
 ) -> None:
-    """Draw the confusion matrix of a classification with these metrics to `path`; the file is complete or absent."""
-    accuracy, balanced = (100 * metrics[name] for name in ("acc1", "mean_per_class_recall"))
-    with whole_file(path) as file:
-        draw_confusion(file, counts, classes, f"{title}: accuracy {accuracy:.1f} %, balanced {balanced:.1f} %")
-
-
-def draw_confusion(file: IO[bytes], counts: NDArray, classes: Sequence[str], title: str) -> None:
-    """Write a PNG of the confusion matrix, each row in percent of the class's images.
+    """Draw the confusion matrix of a classification as a PNG, each row in percent of the class's images.
 
     Args:
-        counts: (C, C), row the label, column the prediction.
+        path: the file, which is complete or absent.
         classes: their names. Of more than 30 the 30 with most errors are drawn.
+        metrics: of the classification, for the title.
+        counts: (C, C), row the label, column the prediction.
     """
     from matplotlib.colors import LinearSegmentedColormap  # here because it is slow, and most runs draw nothing
     from matplotlib.figure import Figure
 
+    accuracy, balanced = (100 * metrics[name] for name in ("acc1", "mean_per_class_recall"))
+    title = f"{title}: accuracy {accuracy:.1f} %, balanced {balanced:.1f} %"
     samples = counts.sum(axis=1)
     errors = samples + counts.sum(axis=0) - 2 * counts.diagonal()
     chosen = np.arange(len(classes))
@@ -62,4 +58,5 @@ def draw_confusion(file: IO[bytes], counts: NDArray, classes: Sequence[str], tit
     )
     axis.set(xlabel="taken for", ylabel="class (images)")
     axis.set_title(plain(title), fontsize=10, color=INK)
-    figure.savefig(file, dpi=130, format="png")
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=130, format="png")

@@ -11,8 +11,8 @@ Attention and, under autocast, layer normalization are replaced by what CUDA kee
 
 import weakref
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -25,11 +25,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from open_clip_ext.kernels import chunked, log_sum, prototype_gradient, similarities
 from open_clip_ext.losses import Loss
 
 MICRO_BATCHES = 2  # that are counted; of further ones only the inputs and features are added
-WARM_UP = 10  # calls after which the state of a usual loss has its size
+WARM_UP = 5  # calls after which the state of a usual loss has its size
 AUTOCAST = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
 INPUT = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16, "pure_fp16": torch.float16}
 
@@ -168,7 +167,7 @@ def loss_bytes(args: Namespace, processes: int, loss: Loss | None, dimension: in
         columns = batch if getattr(args, "siglip", False) else batch * processes
         return 4 * 4 * batch * columns + 4 * 4 * batch * processes * dimension
     no_autocast = patch.object(torch, "autocast", lambda *args, **kwargs: nullcontext())
-    with _pretended(processes), no_autocast, _few_blocks():
+    with _pretended(processes), no_autocast:
         image, text = (torch.empty(batch, dimension, device="meta", requires_grad=True) for _ in range(2))
         scale = torch.empty((), device="meta", requires_grad=True)
         more = {}
@@ -182,29 +181,6 @@ def loss_bytes(args: Namespace, processes: int, loss: Loss | None, dimension: in
             with HeldBytes("meta") as counted:
                 loss(image, text, scale, index=index, **more).backward()
     return counted.peak
-
-
-@contextmanager
-def _few_blocks() -> Iterator[None]:
-    """Within the block, losses compute only the first two and the last of their blocks of similarities.
-
-    The others would use the same memory again, so that millions of pairs take no longer than thousands.
-    """
-
-    def with_few_blocks(split: Callable) -> Callable:
-        def shortened(*args: Any, **more: Any) -> Any:
-            blocks = split(*args, **more)
-            lists = blocks if isinstance(blocks, tuple) else (blocks,)
-            lists = tuple([*slices[:2], *slices[2:][-1:]] for slices in lists)
-            return lists if isinstance(blocks, tuple) else lists[0]
-
-        return shortened
-
-    users = {chunked: "tiles", log_sum: "tiles", prototype_gradient: "parts", similarities: "parts"}
-    with ExitStack() as patched:
-        for module, name in users.items():
-            patched.enter_context(patch.object(module, name, with_few_blocks(getattr(module, name))))
-        yield
 
 
 @contextmanager

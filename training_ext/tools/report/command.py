@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
-from open_clip_ext.options import AT_LEAST_1, WithOptions, option
 from training_ext.core.flags import OneLineParser
 from training_ext.data.reading import source_of
 from training_ext.flags import params, preflight
@@ -30,29 +29,6 @@ PROG = "open_clip_ext.normalizers_report"
 CACHE = "embeddings"
 
 
-class Report(WithOptions):
-    """The report's own flags."""
-
-    anchors: int = option(10_000, "random anchors (default: 10000)", **AT_LEAST_1)
-    batch_sizes: str | None = option(
-        None,
-        "batch sizes of the minibatch estimates to compare with; an empty string for none (default: 64,256,1024 and "
-        "the training's own, as far as the data allow)",
-        metavar="INT,INT,...",
-    )
-    taus: str | None = option(
-        None,
-        "also compute the --rho that would hold a learned temperature at each of these, such as 0.02,0.03,0.05",
-        metavar="FLOAT,FLOAT,...",
-    )
-    out: str | None = option(
-        None,
-        f"folder for {REPORT}, {PICTURE} and the embeddings (default: normalizers/NAME beside the checkpoints)",
-        metavar="FOLDER",
-    )
-    shard_sizes: str | None = option(None, "as in the training", metavar="FILE")
-
-
 def parse(argv: list[str]) -> tuple[Namespace, Namespace]:
     """Parse into the report's own flags and the training's, the latter as `params.parse_args` gives them.
 
@@ -68,12 +44,26 @@ def parse(argv: list[str]) -> tuple[Namespace, Namespace]:
         "flags given here override it. Without that file repeat the training's flags. The report uses those of the "
         "model, the data and the loss, --precision, --device, --batch-size (of the embedding) and --workers.",
     )
-    parser.add_argument("--checkpoint", required=True, metavar="PATH", help="a checkpoint of the training")
-    group = parser.add_argument_group("the report's own")
-    for each in Report.options:
-        params.add_option(group, each)
+    add = parser.add_argument
+    add("--checkpoint", required=True, metavar="PATH", help="a checkpoint of the training")
+    add("--anchors", type=int, default=10_000, metavar="INT", help="random anchors (default: 10000)")
+    add(
+        "--batch-sizes", metavar="INT,INT,...",
+        help="batch sizes of the minibatch estimates to compare with; an empty string for none (default: 64,256,1024 "
+        "and the training's own, as far as the data allow)",
+    )
+    add(
+        "--taus", metavar="FLOAT,FLOAT,...",
+        help="also compute the --rho that would hold a learned temperature at each of these, such as 0.02,0.03,0.05",
+    )
+    add(
+        "--out", metavar="FOLDER",
+        help=f"folder for {REPORT}, {PICTURE} and the embeddings (default: normalizers/NAME beside the checkpoints)",
+    )
+    add("--shard-sizes", metavar="FILE", help="as in the training")
     options, training_words = parser.parse_known_args(argv)
-    vars(options).update(vars(Report(**{each.name: getattr(options, each.name) for each in Report.options})))
+    if options.anchors < 1:
+        raise InputError(f"{options.anchors} is out of range; it must be at least 1", "--anchors")
     if options.batch_sizes:
         options.batch_sizes = sorted(numbers(options.batch_sizes, int, "--batch-sizes", "integers such as 64,256"))
     if options.taus:
