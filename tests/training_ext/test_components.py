@@ -15,7 +15,7 @@ from training_ext.core.component import registry
 
 ROOT = Path(open_clip_ext.__file__).parents[1]
 FILES = sorted(path for path in (ROOT / "training_ext/components").iterdir() if not path.name.startswith("_"))
-FLAGS = f"--val-num-samples 8 {LOSSES['neuclip']} --workers 0 --epochs 1 --name x"
+FLAGS = f"--train-num-samples 16 --val-num-samples 8 {LOSSES['neuclip']} --workers 0 --epochs 1 --name x"
 
 
 @pytest.mark.parametrize("name", sorted(registry()))
@@ -57,7 +57,7 @@ def train_without(paths, flags: str, folder: Path) -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_a_training_without_the_file_of_a_component(datasets, tmp_path, file):
     if file.stem == "scenes":
-        flags = f"{datasets['csv']} {FLAGS.replace('--val-num-samples 8', '')}"
+        flags = f"{datasets['csv']} {FLAGS.replace('--train-num-samples 16 --val-num-samples 8', '')}"
     else:
         flags = f"{datasets['shapes']} {FLAGS}"
     train_without([f"components/{file.name}"], flags, tmp_path)
