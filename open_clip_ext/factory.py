@@ -103,7 +103,7 @@ def options_of(parts: Iterable[type[Part]]) -> list[Option]:
     for part in parts:
         for option in (*part.options, *part.optimizer_options):
             same_name = options.setdefault(option.name, option)
-            if replace(same_name, default=None) != replace(option, default=None):
+            if same_name is not option and replace(same_name, default=None) != replace(option, default=None):
                 where = f"{part.__module__}.{part.__name__}"
                 raise InputError(f"{where} has an option whose name another part uses otherwise", option.name)
     return list(options.values())

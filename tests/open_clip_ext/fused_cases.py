@@ -58,9 +58,7 @@ def results_of_blocks(blocks, alpha):
 
 
 @pytest.mark.parametrize("intra_modal", [False, True])
-@pytest.mark.parametrize(
-    "size, processes, keys", [(70, 1, False), (129, 2, False), (129, 1, True), (129, 2, True)]
-)
+@pytest.mark.parametrize("size, processes, keys", [(70, 1, False), (129, 2, False), (129, 2, True)])
 def test_global_losses(size, processes, keys, intra_modal):
     whole = SimilarityBlocks(batch_of(size, torch.float64, keys=keys), Identity(), intra_modal)
     exact = SimilarityBlocks(batch_of(size, torch.float64, processes, keys), Identity(), intra_modal)
@@ -116,8 +114,7 @@ def test_openclips_losses(size, processes, bias, low):
         close_product(ours.double(), one[local] @ vectors, rounding, one[local], vectors, TAU)
 
 
-@pytest.mark.parametrize("name", list(choice.LEAST_PAIRS))
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("name, processes", [("clip", 1), ("siglip", 2), ("global", 1), ("global", 2)])
 def test_the_check_at_the_first_use_passes(name, processes, monkeypatch):
     monkeypatch.setattr(fused, "SIZES", {kind: (128, 128, 32, 4, 1) for kind in fused.SIZES})
     batch = batch_of(70, torch.float32, processes, keys=name == "global")

@@ -327,6 +327,7 @@ def check_unequal_batches(rank, world):
 
 def process(rank, world, port, folder):
     torch.set_num_threads(1)
+    ShardedRows.DTYPE = torch.float32  # float64 in the process that has forked this one
     # Several parts, where one process has all in one.
     prototype_gradient.CPU_PROTOTYPES = 5
     streaming.CPU_PART, streaming.LEAST_ROWS, streaming.CPU_TILE = 1, 20, (3, 4)
@@ -385,7 +386,7 @@ def several(world, alone, tmp_path_factory):
     """What each of several processes found."""
     folder = tmp_path_factory.mktemp("processes")
     torch.save(alone, folder / "alone.pt")
-    mp.start_processes(process, (world, free_ports(), str(folder)), nprocs=world, start_method="spawn")
+    mp.start_processes(process, (world, free_ports(), str(folder)), nprocs=world, start_method="fork")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 

@@ -105,7 +105,7 @@ def saved(tmp_path_factory):
         torch.save([rows.clone() for rows in tables(loss)], folder / f"{name}_whole.pt")
         if name == "sogclr":
             torch.save(loss.normalizer._unvisited, folder / "unvisited.pt")
-    mp.spawn(process, (free_ports(), folder), nprocs=WRITERS)
+    mp.start_processes(process, (free_ports(), folder), nprocs=WRITERS, start_method="fork")
     return folder
 
 

@@ -66,7 +66,7 @@ def process(rank, port, folder):
 
 @pytest.mark.slow
 def test_every_process_must_call_where_state_is_divided(tmp_path):
-    mp.spawn(process, (free_ports(), tmp_path), nprocs=2)
+    mp.start_processes(process, (free_ports(), tmp_path), nprocs=2, start_method="fork")
     for name in DIVIDED:
         state = torch.load(tmp_path / f"{name}.pt", weights_only=True)["_extra_state"]
         if name == "fastclip-v3":

@@ -147,7 +147,7 @@ def process(rank, port, folder):
 
 @pytest.mark.slow
 def test_two_processes_compute_what_one_does(tmp_path):
-    mp.start_processes(process, (free_ports(), str(tmp_path)), nprocs=2, start_method="spawn")
+    mp.start_processes(process, (free_ports(), str(tmp_path)), nprocs=2, start_method="fork")
     halves = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     for name in SETTINGS:
         expected, state = two_steps(name, 0, 1)

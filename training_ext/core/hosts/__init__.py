@@ -4,6 +4,7 @@ and `v3_events` and `v4_events` those that are replaced for hooks of components.
 
 import importlib
 import importlib.metadata
+from functools import cache
 from types import ModuleType
 
 from open_clip_ext.errors import InputError
@@ -18,6 +19,7 @@ def range_of(host: str) -> str:
     return f">={low},<{high}"
 
 
+@cache  # reading its metadata takes a millisecond, and every line of the log asks
 def open_clip_version() -> str:
     """The installed version, such as "2.32.0".
 
