@@ -160,6 +160,21 @@ def _remove_left(folder: str) -> None:
                         os.remove(path)
 
 
+@contextmanager
+def locked_folder(path: str | os.PathLike) -> Iterator[None]:
+    """Lock the folder of the file `path` within the block, so that one process at a time writes files there."""
+    if fcntl is None:
+        yield
+        return
+    folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
 def os_error(error: BaseException | None) -> OSError | None:
     """The OSError behind an error, itself or its cause: torch's writer raises a RuntimeError instead."""
     while error is not None and not isinstance(error, OSError):

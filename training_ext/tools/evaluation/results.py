@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from open_clip_ext.errors import InputError
-from open_clip_ext.files import whole_file
+from open_clip_ext.files import locked_folder, whole_file
 from training_ext.openclip.loading import one_line
 from training_ext.scoring.tasks import Task, averages
 
@@ -32,6 +32,8 @@ class Row:
 
 class Results:
     """One checkpoint's results by task key, kept in a JSON Lines file as DataComp's evaluate.py writes it.
+
+    Several evaluations may add to one file at the same time.
 
     Args:
         path: the file; existing results are read from it.
@@ -70,11 +72,12 @@ class Results:
         Raises:
             InputError: as the constructor; another evaluation may have written the file meanwhile.
         """
-        self.rows |= {**self._read(), row.key: row}
-        with whole_file(self.path, text=True) as file:
-            for row in self.rows.values():
-                line = {"key": row.key, "dataset": row.name, "metrics": row.metrics, **self.about}
-                file.write(json.dumps(line | {"samples": row.samples, "data": row.data}) + "\n")
+        with locked_folder(self.path):
+            self.rows |= {**self._read(), row.key: row}
+            with whole_file(self.path, text=True) as file:
+                for row in self.rows.values():
+                    line = {"key": row.key, "dataset": row.name, "metrics": row.metrics, **self.about}
+                    file.write(json.dumps(line | {"samples": row.samples, "data": row.data}) + "\n")
 
     def scores(self) -> dict[str, float]:
         """Scores in [0, 1] by task key, without those that are kept out of the averages."""
