@@ -168,13 +168,13 @@ class Prototypes(RingNormalizer, NPN):
         return self.network.optimizer, self.surrogate, self.keys
 
     def capture(self, batch: Batch) -> None:
-        self._captured = super()._train(batch.or_zeros())
+        self._captured = super()._train(batch.or_zeros()) if self.updates > 0 else None
 
     def replayed(self, batch: Batch) -> None:
         # Without a restart the updates do not read the ring, which eager steps write before them.
         self.ring.push(batch)
         self.steps += 1
-        self.objective_before = self._captured.clone()
+        self.objective_before = None if self._captured is None else self._captured.clone()
 
     def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
         step = PrototypeGradient(

@@ -208,7 +208,7 @@ LOSSES = {
     "fastclip-v3, keys": {"given": {"key"}}, "fastclip-v3, positives": {"given": {"positive_key"}},
     "fastclip-v3, accumulated": {"accum_freq": 2}, "fastclip-v3, terms": {"consistency": 0.25, "mixing": 0.1},
     "isogclr, views": {"negatives": "views"}, "neuclip": NETWORK_OF_LOSS,
-    "neuclip, keys": NETWORK_OF_LOSS | {"given": {"key"}},
+    "neuclip, keys": NETWORK_OF_LOSS | {"given": {"key"}}, "neuclip, no updates": NETWORK_OF_LOSS | {"npn_updates": 0},
 }  # fmt: skip
 
 
