@@ -109,7 +109,7 @@ FORMS = {"tau, last epoch": ".3f", "CPU seconds": ".0f", "peak, MiB": ",.0f"}
 def paired(
     runs: dict[int, dict], base: dict[int, dict], value: Callable[[dict], float] = last_recall
 ) -> tuple[float, float | None, int] | None:
-    """Mean difference of `value` over the common seeds, half of its 95 % interval (None below `LEAST`), their number."""
+    """Mean difference of `value` over the common seeds, half of its 95 % interval (None below `LEAST`), number."""
     differences = by_seed(runs, base, value)
     return (*interval(differences), len(differences)) if differences else None
 

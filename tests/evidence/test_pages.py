@@ -102,6 +102,15 @@ def test_what_the_pages_admit_follows_from_the_grid(evidence):
     pages = [" ".join((ROOT / name).read_text().split()) for name in names]
     assert f"seed 0: {report.last_recall(given_up):.1f}; {report.concepts(given_up):.1f}" in pages[0]
     assert "its lead is 0.6, 4.8 and 7.0 after 4, 8 and 16" in pages[0] and "61 of 200 runs never ran" in pages[0]
+    for cell, method, start in (
+        (short, "sogclr", "two seeds, R@1: "), (short, "isogclr, rho 2.5", "R@1: -1.2; "),
+        (runs, "cyclip", "rate, two seeds: "), (short, "amorlip", "not tuned, two seeds: "),
+        (short, "amorlip, paper", "with rho 6.5: "),
+    ):  # fmt: skip
+        found = [report.paired(cell[method], cell["clip"], value) for value in (report.last_recall, report.concepts)]
+        assert all((half, seeds) == (None, 2) for _, half, seeds in found)
+        told = f"{start}{found[0][0]:+.1f}" + (f"; {found[1][0]:+.1f}" if "R@1" not in start else "")
+        assert f"{told} | direction" in pages[1] or f"{told}; " in pages[1], method
     methods = ("clip, accum 4", "clip", "neuclip")
     recalls = [mean(report.last_recall(short[method][seed]) for seed in (0, 1)) for method in methods]
     assert "R@1 {:.1f}, where `clip` has {:.1f} at 32 and `neuclip` {:.1f} (two seeds)".format(*recalls) in pages[1]
@@ -129,7 +138,8 @@ def test_the_smaller_grids_tables_follow_from_the_results(evidence):
     runs = report.by_method(results, declared, "isolation")
     value, half, seeds = report.paired(runs["queue, tau 0.03"], runs["control, tau 0.03"])
     assert seeds == 5 and f"{value:.1f} ± {half:.1f}" in (ROOT / "docs/results.md").read_text()
-    runs, clip, clip128 = report.by_method(results, declared, "rules"), "clip, seeded order", "clip, 128 by rule"
+    runs = runs_by_rule = report.by_method(results, declared, "rules")
+    clip, clip128 = "clip, seeded order", "clip, 128 by rule"
     names = ("evidence/small", "results", "neighbours")
     pages = {name: " ".join((ROOT / f"docs/{name}.md").read_text().split()) for name in names}
     pages["readme"] = " ".join((ROOT / "README.md").read_text().split())
@@ -142,7 +152,7 @@ def test_the_smaller_grids_tables_follow_from_the_results(evidence):
         (clip128, clip, ("evidence/small",)),
         ("queue, 128 by rule", "queue", ("evidence/small",)),
         ("neuclip, 128 by rule", "neuclip, mixing", ("evidence/small",)),
-        ("fastclip-v3, gamma 1", clip, ("evidence/small", "results")),
+        ("fastclip-v3, gamma 1", clip, ("evidence/small",)),
         ("queue, consistency", "fastclip-v3, gamma 1", ("results",)),
         ("queue, consistency", "neuclip, mixing", ("results",)),
         ("queue", "xbm, later", ("evidence/small", "neighbours")),
@@ -158,10 +168,16 @@ def test_the_smaller_grids_tables_follow_from_the_results(evidence):
         leads = sorted([*leads, recalls[0] - recalls[1]])
     assert f"by {leads[0]:.1f} to {leads[-1]:.1f} in four sets of seeds" in pages["results"]
     larger = report.by_method(results, declared, "batch")
-    for loss in ("queue", "neuclip"):
-        both = [list(map(report.last_recall, larger[f"{one}, batch 128"].values())) for one in (loss, "clip")]
-        value, half, _ = report.tested(*both, False)
-        assert all(f"{value:.1f} ± {half:.1f}" in pages[name] for name in ("evidence/small", "results", "readme")), loss
+    measures, told = (report.last_recall, report.concepts), []
+    for loss in ("neuclip", "queue"):
+        both = [larger[f"{one}, batch 128"].values() for one in (loss, "clip")]
+        found = [report.tested(*(list(map(value, one)) for one in both), False) for value in measures]
+        told.append("; ".join(f"{value:+.1f} ± {half:.1f}" for value, half, _ in found))
+        assert all(told[-1].split(";")[0] in pages[name] for name in ("evidence/small", "readme"))
+    assert f"at 128, the first declared: {told[0]}; `queue` {told[1]}" in pages["results"]
+    found = [report.paired(runs_by_rule["fastclip-v3, gamma 1"], runs_by_rule[clip], value) for value in measures]
+    told = "; ".join(f"{value:+.1f} ± {half:.1f}" for value, half, _ in found)
+    assert f"gamma 1 by the rule, rho 2.5: {told} |" in pages["results"]
     at32 = list(map(report.last_recall, report.by_method(results, declared, "main")["clip"].values()))
     for batch, pages in ((256, ("README.md", "docs/results.md", "docs/settings.md")), (128, ("docs/results.md",))):
         at_larger = list(map(report.last_recall, larger[f"clip, batch {batch}"].values()))
