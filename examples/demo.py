@@ -145,7 +145,8 @@ R@1 in percent over {sizes["test"]:,} held-out icons, mean of both directions,
 {after}. In the second row the queue's
 loss has the batch's own estimates. ± is one standard error from the choice of the held-out icons. Beside it
 - [a, b]: where 95 % of single runs of 4 epochs lie, by five seeds (docs/evidence/small.md). With all five the queue is
-  above the batch's own estimates by {leads[0]} and above clip by {leads[1]} (95 %); single runs may show the opposite.
+  above the batch's own estimates by {leads[0]} and above clip by {leads[1]} (95 %), which
+  was not declared; single runs may show the opposite.
 - on the right 100,000 icons, 8 epochs, tuned flags: mean of five seeds, 95 % (docs/evidence/icons.md).""")
     for name, seeds in curves.items():
         last = [curve[-1] for curve in seeds]

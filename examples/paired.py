@@ -6,12 +6,13 @@ from statistics import mean, stdev
 
 # Student's t at 97.5 %, for 1, 2, ... degrees of freedom; the last one for more, a little too wide.
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+LEAST = 3  # differences of an interval: the spread of two lies between 0.03 and 2.2 times the true one
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float | None]:
-    """The mean and half of its 95 % interval, None for one difference."""
+    """The mean and half of its 95 % interval, None for fewer than `LEAST` differences."""
     n = len(differences)
-    half = T[min(n - 1, len(T)) - 1] * stdev(differences) / math.sqrt(n) if n > 1 else None
+    half = T[min(n - 1, len(T)) - 1] * stdev(differences) / math.sqrt(n) if n >= LEAST else None
     return mean(differences), half
 
 

@@ -15,8 +15,8 @@ from statistics import mean
 from grid import HERE, WAYS, Grid, last_recall, read_results, recall, told, tuning_value
 
 sys.path.append(str(HERE.parent))
+from paired import LEAST, holm, interval, p_values
 from paired import difference as tested
-from paired import holm, interval, p_values
 from palette import styles
 
 LEVELS = (2, 4, 8)  # percent of R@1
@@ -30,7 +30,6 @@ PAIRS = (
 )  # fmt: skip
 CURVES = ("clip", "clip, batch 256", "minibatch", "fastclip-v3", "neuclip", "queue, unified")  # drawn before others
 MOST_CURVES, MOST_ROWS = 6, 8
-LEAST = 3  # seeds of a declared comparison, and of a row beside it
 HEADER = (
     "method", "settings", "temperature", "seeds", "R@1, %", "image to text, text to image",
     "against clip, paired by seed", "zero-shot concepts, %", "against clip, paired by seed", "zero-shot emoji, %",
@@ -110,7 +109,7 @@ FORMS = {"tau, last epoch": ".3f", "CPU seconds": ".0f", "peak, MiB": ",.0f"}
 def paired(
     runs: dict[int, dict], base: dict[int, dict], value: Callable[[dict], float] = last_recall
 ) -> tuple[float, float | None, int] | None:
-    """Mean difference of `value` over the common seeds, half of its 95 % interval (None for one seed), their number."""
+    """Mean difference of `value` over the common seeds, half of its 95 % interval (None below `LEAST`), number."""
     differences = by_seed(runs, base, value)
     return (*interval(differences), len(differences)) if differences else None
 
@@ -174,13 +173,12 @@ def baseline(grid: Grid, method: str) -> str | None:
 def compared(grid: Grid, cell: str, methods: dict[str, dict[int, dict]]) -> list[tuple[str, str]]:
     """The pairs of methods whose differences are drawn: each and its baseline, in the cell main also `PAIRS`.
 
-    Where some have three seeds in common only these: an interval from two is 13 standard errors wide to either side and
-    hides the others.
+    Where some have `LEAST` seeds in common only these, which have an interval.
     """
     pairs = [(method, base) for method in methods if (base := baseline(grid, method)) is not None]
     pairs += [pair for pair in PAIRS if cell == "main" and pair[0] in methods and pair not in pairs]
     seeds = {pair: len(methods[pair[0]].keys() & methods.get(pair[1], {}).keys()) for pair in pairs}
-    least = 3 if any(n > 2 for n in seeds.values()) else 2
+    least = LEAST if any(n >= LEAST for n in seeds.values()) else 2
     return [pair for pair in pairs if seeds[pair] >= least]
 
 
@@ -194,7 +192,7 @@ def goals(grid: Grid, methods: dict[str, dict[int, dict]]) -> str:
         for pair in PAIRS
         for value in (last_recall, concepts)
     }
-    several = [key for key, differences in found.items() if len(differences) > 2]
+    several = [key for key, differences in found.items() if len(differences) >= LEAST]
     p = dict(zip(several, p_values([found[key] for key in several]), strict=True))
     lines = ["\n## main: differences, paired\n", f"| methods | R@1 | p | zero-shot concepts | p |\n|{'---|' * 5}"]
     for pair in PAIRS:
@@ -272,7 +270,7 @@ def difference(found: tuple[float, float | None, int] | None) -> str:
     if not found:
         return ""
     value, half, n = found
-    return f"{value:+.1f}, one seed" if half is None else f"{value:+.1f} ± {half:.1f}, {n} seeds"
+    return f"{value:+.1f}" + ("" if half is None else f" ± {half:.1f}") + (f", {n} seeds" if n > 1 else ", one seed")
 
 
 def average(values: list[float | None], form: str) -> str:

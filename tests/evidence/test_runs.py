@@ -233,6 +233,8 @@ def test_paired_interval_and_crossing(evidence, monkeypatch, capsys):
     less, more = (1 - 2 / math.pi * (angle + math.sin(angle) * math.cos(angle)) for angle in angles)
     assert report.p_values([[1, 2, 3, 4], [9.5, 10.5, 10.5, 9.5]]) == pytest.approx([less, 2 * more])
     assert "`--lr 7e-3` | **10.0** | 10.0 |" in text
+    two = report.paired(*({seed: line(value) for seed, value in enumerate(values[method][:2])} for method in values))
+    assert report.difference(two) == "-1.5, 2 seeds"  # no interval
     assert Path("table.md").read_text() in text and Path("table.png").stat().st_size > 10_000
     # 17 % after two epochs of 3,200 samples, straight from 0: 10 % after 2 * 3,200 * 10 / 17.
     assert report.crossing(line(0.17, epochs=2), 10) == pytest.approx(2 * 3200 * 10 / 17)
