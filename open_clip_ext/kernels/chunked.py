@@ -112,17 +112,18 @@ class Pairs:
         # The first tile of an anchor has a negative: a tile's size is above 1, as is a batch's.
         peaks = self.scale.new_empty(2, len(self.image))
         totals, positives = torch.empty_like(peaks), torch.empty_like(peaks[0])
+        is_only_tile = len(self.slices[0]) == len(self.slices[1]) == 1
         for side in range(len(self.blocks)):
             for tile in self._tiles(side):
                 positive_logits = tile.logits.diagonal(tile.shift)
                 positives[tile.positives] = positive_logits
                 positive_logits.fill_(-math.inf)
-                anchors = [(side, 1, tile.row, tile.column.start == 0)]
                 if len(self.blocks) == 1:
-                    anchors.append((1, 0, tile.column, tile.row.start == 0))
-                for of, dim, some, is_first in anchors:
-                    add_exp_(peaks[of, some], totals[of, some], tile.logits, dim, tile.buffer, is_first)
-        if len(self.slices[0]) == len(self.slices[1]) == 1:
+                    of_columns = peaks[1, tile.column], totals[1, tile.column]
+                    add_exp_(*of_columns, tile.logits, 0, tile.buffer, tile.row.start == 0)
+                memory = tile.buffer if is_only_tile else tile.logits
+                add_exp_(peaks[side, tile.row], totals[side, tile.row], tile.logits, 1, memory, tile.column.start == 0)
+        if is_only_tile:
             self._only_tile[side] = tile
         return peaks, totals, positives
 

@@ -15,6 +15,7 @@ from open_clip_ext import InputError, NonFiniteError, create_loss
 from open_clip_ext.batch import add_eps
 from open_clip_ext.distributed import transportable
 from open_clip_ext.errors import lost_another_process
+from open_clip_ext.losses import checks
 from open_clip_ext.losses.checks import FirstSteps
 from open_clip_ext.losses.global_contrastive import GlobalContrastiveLoss
 from open_clip_ext.normalizers import Normalizer
@@ -129,11 +130,26 @@ def test_torchs_default_device_changes_nothing(name):
         assert value == plain(*batch[0], index=batch[1]).item()
 
 
-def test_the_first_problem_is_that_of_the_first_step():
-    problems = FirstSteps()
-    for step, are_wrong in ((4, [False, False, True]), (5, [True, False, True]), (5, [True, True])):
+@pytest.mark.parametrize("most", [2, 1024])
+@pytest.mark.parametrize("bad", [True, math.nan, math.inf])
+def test_the_first_problem_is_that_of_the_first_step(bad, most, monkeypatch):
+    """Whether it is read when asked for or before, as the device would keep too much."""
+    monkeypatch.setattr(checks, "MOST_NOTED", most)
+    problems, good = FirstSteps(), type(bad)()
+    for step, are_wrong in ((3, [good] * 3), (4, [good, good, bad]), (5, [bad, good, bad]), (5, [bad, bad])):
         problems.note(("image", "text", "scale"), step, torch.tensor(are_wrong))
-    assert problems.problem() == (4, "scale")
+    assert len(problems._noted) == 4 % most
+    assert problems.problem() == (4, "scale") == problems.problem()
+
+
+def test_a_value_may_be_overwritten():
+    """As by `loss /= 2`; the step's next call has its own."""
+    loss, twin = (make("fastclip-v3", accum_freq=2) for _ in range(2))
+    for _ in range(2):
+        value, expected = (one(*features(), index=rows()) for one in (loss, twin))
+        assert torch.equal(value, expected)
+        value /= 2
+        value.backward()
 
 
 @ONE_OF_EACH
