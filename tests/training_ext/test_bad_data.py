@@ -451,7 +451,7 @@ def test_what_loader_workers_get_can_be_pickled(tmp_path):
     """As under the start methods spawn and forkserver."""
     counts = counter()
     counts.training = Training([counts], lambda: None)
-    stage = usable.Decode(wds.decode, counts, 0)("pilrgb", handler=None)
+    stage = usable.Decode(wds.decode, counts, 0)("pilrgb", handler=wds.warn_and_continue)
     data = importlib.import_module("open_clip_train.data")
     accepts = data.FilterValidSample() if hosts.installed().HAS_TASKS else data.filter_no_caption_or_no_image
     complete = usable.CountIncomplete(accepts, counts)

@@ -17,7 +17,7 @@ from open_clip_ext.distributed import all_gather_object
 from open_clip_ext.errors import InputError, reason_of
 from open_clip_ext.options import option
 from training_ext.components.bad_samples import columns
-from training_ext.components.bad_samples.usable import EMPTY, CountIncomplete, Decode, DecodeImages, UsableLines
+from training_ext.components.bad_samples.usable import EMPTY, CountIncomplete, Decode, UsableLines
 from training_ext.core.component import Component
 from training_ext.core.epoch import Epoch
 from training_ext.core.hosts import release
@@ -93,9 +93,7 @@ class BadSamples(Component):
             contract="get_wds_dataset decodes samples by wds.decode(..., handler=), then takes image and caption by "
             "name; from 4.0 on the images of renamed samples by wds.map_dict(image=..., handler=), the only such stage "
             "with a handler",
-            replacement=lambda original, component: (DecodeImages if HAS_TASKS else Decode)(
-                original, component, component.args.batch_size
-            ),
+            replacement=lambda original, component: Decode(original, component, component.args.batch_size),
             used_by=SHARDS,
             scopes=(TRAIN_DATA,),
             layer=1,
