@@ -463,7 +463,7 @@ def test_files_that_are_none(refused, recovered, pretrained, tmp_path):
     torch.save({**content, "format": 99}, newer)
     for file, part in [
         (tmp_path / "absent", "there is no file"), (tmp_path, "there is no file"), (torn, "cannot be read"),
-        (pretrained, "was not written by --osr-save"), (newer, "a newer open_clip_ext (format 99)"),
+        (pretrained, "was not written by --osr-save"), (newer, "another open_clip_ext (format 99)"),
     ]:
         line = refused(f"{command} --loss tuneclip --osr-load {file}")
         assert "--osr-load" in line and str(file) in line and part in line
