@@ -153,13 +153,14 @@ FULL = Path("/dev/full")
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="a device of Linux")
-def test_a_disk_that_is_full_in_an_evaluation_loses_no_checkpoint(run, datasets, tmp_path):
+def test_a_disk_that_is_full_in_an_evaluation_loses_no_step(datasets, tmp_path, capsys):
     (tmp_path / "logs/x/checkpoints").mkdir(parents=True)
     (tmp_path / "logs/x/checkpoints/results.jsonl").symlink_to(FULL)
     val = shutil.copy(shlex.split(datasets["csv"])[1], tmp_path / "val.csv")
-    trained = run("x", f"{datasets['csv']} --val-data {val} {LOSSES['neuclip']} --workers 0 --epochs 1")
-    assert "The evaluation after epoch 1 is lost: No space left" in trained.log
-    assert trained.checkpoint(1)["epoch"] == 1
+    flags = f"{datasets['csv']} --val-data {val} {LOSSES['neuclip']} --workers 0 --epochs 1 --name x --resume latest"
+    assert run_main(ext_main, flags, tmp_path / "logs") == 75
+    assert "the last complete checkpoint is" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "logs/x/checkpoints").glob("*.pt")] == ["epoch_0_step_6.pt"]
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="a device of Linux")
