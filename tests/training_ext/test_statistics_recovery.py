@@ -489,3 +489,8 @@ def test_an_interrupted_recovery_of_something_else(datasets, pretrained, killed,
         line = ends(f"{common} {flags} --resume latest")
         assert part in line and "epoch_0_step_6.pt" in line
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    killed(None)
+    (tmp_path / "notes.txt").write_text("not statistics")
+    saved = f"--osr-save {tmp_path}/notes.txt --resume latest"
+    assert not run_main(ext_main, f"{common} --osr-epochs 2 {saved}", tmp_path / "logs")
+    assert (tmp_path / "notes.txt").read_text() == "not statistics"
