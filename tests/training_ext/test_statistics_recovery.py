@@ -464,7 +464,7 @@ def test_files_that_are_none(refused, recovered, pretrained, tmp_path):
     torch.save({**content, "format": 99}, newer)
     for file, part in [
         (tmp_path / "absent", "there is no file"), (tmp_path, "there is no file"), (torn, "cannot be read"),
-        (pretrained, "was not written by --osr-save"), (newer, "a newer open_clip_ext (format 99)"),
+        (pretrained, "was not written by --osr-save"), (newer, "another open_clip_ext (format 99)"),
     ]:
         line = refused(f"{command} --loss tuneclip --osr-load {file}")
         assert "--osr-load" in line and str(file) in line and part in line
@@ -490,3 +490,8 @@ def test_an_interrupted_recovery_of_something_else(datasets, pretrained, killed,
         line = ends(f"{common} {flags} --resume latest")
         assert part in line and "epoch_0_step_6.pt" in line
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    killed(None)
+    (tmp_path / "notes.txt").write_text("not statistics")
+    saved = f"--osr-save {tmp_path}/notes.txt --resume latest"
+    assert not run_main(ext_main, f"{common} --osr-epochs 2 {saved}", tmp_path / "logs")
+    assert (tmp_path / "notes.txt").read_text() == "not statistics"

@@ -69,6 +69,7 @@ def trained(rank=0, world=1, accum=1):
             for tensor in (value.detach_(), *gradients):
                 dist.all_reduce(tensor.div_(world))
         steps.append((value.detach(), *gradients))
+        head.step_done(len(steps))
     return steps, head.state_dict()["counts"]
 
 

@@ -20,6 +20,7 @@ class TokenHead(Component):
     """
 
     name, switch = "token_head", "token_head"
+    layer = -1  # a step is counted before another component saves after it
     token_head: float | None = option(
         None, "add a head that predicts the caption's tokens from the image, with this weight", **POSITIVE
     )
@@ -32,7 +33,6 @@ class TokenHead(Component):
         # By token the number of captions that have it, then the number of captions: of earlier steps, and of this one
         self._counts = torch.zeros(text.vocab_size + 1, dtype=torch.int64, device=scale.device)
         self._of_step = self._counts.clone()
-        self._had_gradients = False
         self._features: Tensor
         model.visual.register_forward_hook(self._keep)
 
@@ -45,7 +45,9 @@ class TokenHead(Component):
         is_first = torch.ones_like(tokens, dtype=torch.bool)
         is_first[:, 1:] = tokens.diff(dim=1) != 0
         is_target = is_first & (tokens != self._padding)
-        self._count(tokens, is_target)
+        if self.args.accum_freq == 1 or not torch.is_grad_enabled():  # a micro-batch passes twice
+            self._of_step.scatter_add_(0, tokens.flatten(), is_target.flatten().long())
+            self._of_step[-1] += len(tokens)
 
         logits = self._head(self._features.to(self._head.weight.dtype))  # (b, V)
         del self._features
@@ -57,25 +59,13 @@ class TokenHead(Component):
         assert self.token_head is not None
         return {"token": self.token_head * cross_entropy.mean()}
 
-    def _count(self, tokens: Tensor, is_target: Tensor) -> None:
-        """Count the batch's captions for later steps: with --accum-freq in its pass without gradients."""
-        if self.args.accum_freq > 1 and torch.is_grad_enabled():
-            self._had_gradients = True
-            return
-        if self.args.accum_freq == 1 or self._had_gradients:  # a new step
-            self._end_step()
-        self._of_step.scatter_add_(0, tokens.flatten(), is_target.flatten().long())
-        self._of_step[-1] += len(tokens)
-
-    def _end_step(self) -> None:
+    def step_done(self, step: int) -> None:
         if world_size() > 1:
             dist.all_reduce(self._of_step)
         self._counts = self._counts + self._of_step
         self._of_step.zero_()
-        self._had_gradients = False
 
     def state_dict(self) -> dict[str, Any]:
-        self._end_step()
         return {"counts": self._counts.cpu()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

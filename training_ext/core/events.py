@@ -1,7 +1,6 @@
 """`Events`: the functions that replace OpenCLIP's where hooks of components are called, see `hosts`."""
 
 import importlib
-import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from open_clip_ext.files import is_full
 from training_ext.core import hosts
 from training_ext.core.epoch import Epoch, Evaluation
 from training_ext.core.seam import Seam
@@ -95,13 +93,7 @@ class Events:
     def evaluate(
         self, original: Callable, model: Any, data: dict[str, Any], epoch: int, args: Namespace, **kwargs: Any
     ) -> dict[str, Any]:
-        try:
-            metrics = original(model, data, epoch, args, **kwargs)
-        except OSError as error:  # do not lose the training for a log
-            if not is_full(error):
-                raise
-            logging.warning(f"The evaluation after epoch {epoch} is lost: {error.strerror}: {error.filename or ''}")
-            return {}
+        metrics = original(model, data, epoch, args, **kwargs)
         if metrics:
             self.run.by_epoch.append({name: float(value) for name, value in metrics.items()})
             evaluation = Evaluation(epoch, of_host().without_wrapper(model), data, kwargs.get("tokenizer"))

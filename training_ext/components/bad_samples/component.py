@@ -11,13 +11,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from open_clip_train import train as open_clip_train
 
 from open_clip_ext.distributed import all_gather_object
 from open_clip_ext.errors import InputError, reason_of
 from open_clip_ext.options import option
 from training_ext.components.bad_samples import columns
-from training_ext.components.bad_samples.usable import EMPTY, CountIncomplete, Decode, DecodeImages, UsableLines
+from training_ext.components.bad_samples.usable import EMPTY, CountIncomplete, Decode, UsableLines
 from training_ext.core.component import Component
 from training_ext.core.epoch import Epoch
 from training_ext.core.hosts import release
@@ -33,7 +32,8 @@ FILE = "data.jsonl"  # a line for each epoch
 DATA = "open_clip_train.data"
 SHARDS = f"{DATA}:get_wds_dataset"
 HAS_TASKS = release() >= (4, 0)
-SHARDS_IN_A_ROW, SAMPLES_IN_A_ROW = 100, 10_000  # unusable, after which a worker gives up
+IN_A_ROW = 10_000  # unusable samples after which a worker gives up
+OF_SHARD = 100  # of these, for one that gives none
 
 
 def lines(scope: str) -> Seam:
@@ -93,9 +93,7 @@ class BadSamples(Component):
             contract="get_wds_dataset decodes samples by wds.decode(..., handler=), then takes image and caption by "
             "name; from 4.0 on the images of renamed samples by wds.map_dict(image=..., handler=), the only such stage "
             "with a handler",
-            replacement=lambda original, component: (DecodeImages if HAS_TASKS else Decode)(
-                original, component, component.args.batch_size
-            ),
+            replacement=lambda original, component: Decode(original, component, component.args.batch_size),
             used_by=SHARDS,
             scopes=(TRAIN_DATA,),
             layer=1,
@@ -114,7 +112,7 @@ class BadSamples(Component):
         self._counts = shared_zeros(args.workers, max(1, args.workers), columns.TOTAL)
         self._named = shared_zeros(args.workers, columns.TOTAL)
         self.set_sizes(0, 0)
-        self._shards_in_a_row = self._samples_in_a_row = self._empty_passes = self._read = self._met = 0
+        self._in_a_row = self._empty_passes = self._read = self._met = 0
 
     # Before the loader's workers start
 
@@ -179,7 +177,7 @@ class BadSamples(Component):
         own = self._own()
         own[columns.USED] += 1
         own[columns.SEEN] += is_new and not own[columns.PASSES]
-        self._samples_in_a_row = 0
+        self._in_a_row = 0
 
     def skip(self, kind: int, what: str, why: str, is_new: bool = True) -> None:
         """Count a sample that is left out, once in an epoch.
@@ -188,11 +186,7 @@ class BadSamples(Component):
             InputError: too many were left out.
         """
         self._name(kind, f"{what}: {why}")
-        self._samples_in_a_row += 1
-        if self._samples_in_a_row >= SAMPLES_IN_A_ROW:
-            raise InputError(
-                f"{self._samples_in_a_row} samples in a row cannot be used; the last is {what}: {why}", "--train-data"
-            )
+        self._count_in_a_row(1, f"{what}: {why}")
         own = self._own()
         if not is_new or own[columns.PASSES]:
             return
@@ -216,7 +210,8 @@ class BadSamples(Component):
             self._bad_shards[number] = kind
             self._own()[columns.LOST] += max(0, (size or 0) - position)
         self._limit(len(self._bad()) / len(self._numbers), self.totals(), last)
-        self._count_row(position, last)
+        if not position:
+            self._count_in_a_row(OF_SHARD, last)
 
     def end_shard(self, url: str, samples: int) -> None:
         """Note a shard that was read to its end.
@@ -224,12 +219,14 @@ class BadSamples(Component):
         Raises:
             InputError: too many shards in a row were empty.
         """
-        self._count_row(samples, f"shard {url!r}: no samples in it")
+        if not samples:
+            self._count_in_a_row(OF_SHARD, f"shard {url!r}: no samples in it")
 
-    def _count_row(self, samples: int, last: str) -> None:
-        self._shards_in_a_row = 0 if samples else self._shards_in_a_row + 1
-        if self._shards_in_a_row >= SHARDS_IN_A_ROW:
-            raise InputError(f"{SHARDS_IN_A_ROW} shards in a row cannot be read; the last is {last}", "--train-data")
+    def _count_in_a_row(self, samples: int, last: str) -> None:
+        self._in_a_row += samples
+        if self._in_a_row >= IN_A_ROW:
+            unusable = f"{IN_A_ROW} samples, or {IN_A_ROW // OF_SHARD} shards, in a row cannot be used"
+            raise InputError(f"{unusable}; the last is {last}", "--train-data")
 
     def end_pass(self, used: int, batch_size: int) -> None:
         """Count a pass of a worker over all its shards, which it then repeats.
@@ -280,7 +277,7 @@ class BadSamples(Component):
     # In the main process
 
     def epoch(self, epoch: Epoch, train: Callable[[Epoch], None]) -> None:
-        """Count an epoch, and write what it skipped to the log, TensorBoard, W&B and data.jsonl.
+        """Count an epoch, and write what it skipped to the log and data.jsonl.
 
         Raises:
             InputError: the fraction exceeds --max-bad-samples.
@@ -311,13 +308,6 @@ class BadSamples(Component):
                 f"samples skipped by process: {' '.join(map(str, by_process))}"
             )
         metrics = {name: counts[kind] for kind, name in columns.NAMES.items()}
-        step = self.plan.steps(epoch.batches) * (epoch.number + 1)
-        if epoch.writer is not None:
-            for name, value in metrics.items():
-                epoch.writer.add_scalar(f"data/{name}", value, step)
-        if self.args.wandb and epoch.is_training:
-            shown = {f"data/{name}": value for name, value in metrics.items()}
-            open_clip_train.wandb.log({**shown, "step": step}, step=step)
         if (path := self.plan.file(FILE)) and epoch.is_training:
             try:
                 with open(path, "a") as file:

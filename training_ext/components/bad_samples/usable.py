@@ -62,15 +62,18 @@ class CountIncomplete:
 
 @dataclass
 class Decode:
-    """webdataset's `decode` for the members of OpenCLIP's pairs, with a count of what cannot be decoded."""
+    """webdataset's `decode` or `map_dict` for OpenCLIP's pairs, with a count of what cannot be decoded.
+
+    Only the stage with an error handler decodes, whose place the count takes.
+    """
 
     decode: Callable
     counts: "BadSamples"
     batch_size: int
 
-    def __call__(self, *handlers: Any, handler: Callable | None = None) -> Callable:
-        """As webdataset's `decode`; the given error handler is replaced by the count."""
-        return partial(self._run, partial(self.decode, *handlers))
+    def __call__(self, *handlers: Any, handler: Callable | None = None, **functions: Callable) -> Callable:
+        stage = partial(self.decode, *handlers, **functions)
+        return stage() if handler is None else partial(self._run, stage)
 
     def _run(self, decode: Callable, samples: Iterator[dict]) -> Iterator[dict]:
         def skip(error: Exception) -> bool:
@@ -84,15 +87,6 @@ class Decode:
             self.counts.use()
             yield sample
         self.counts.end_pass(used, self.batch_size)
-
-
-class DecodeImages(Decode):
-    """As `Decode`, for webdataset's `map_dict`; only the stage with an error handler is changed."""
-
-    def __call__(self, handler: Callable | None = None, **functions: Callable) -> Callable:  # type: ignore[override]
-        if handler is None:
-            return self.decode(**functions)
-        return partial(self._run, partial(self.decode, **functions))
 
 
 class UsableLines(Wrapped):

@@ -22,7 +22,7 @@ from training_ext.openclip.machine import check_writable
 
 KIND = "open_clip_ext statistics recovery"
 FLAG = "--osr-load"
-FORMAT, IN_FILES = 1, 2  # IN_FILES: the rows per sample are in a folder beside the file, see `row_folders`
+FORMAT = 2
 # With these flags a model of the same name and weights is another one.
 FORCED = ("force_quick_gelu", "force_custom_text", "force_patch_dropout", "force_image_size", "force_context_length")
 
@@ -36,11 +36,9 @@ def identity(args: Namespace, rows: DataRows | None) -> dict[str, Any]:
     parts = [name for name in names if getattr(args, name) is not None]
     data: dict[str, str] = {}
     if rows is not None:
-        data["data"] = f"{rows.num_rows} rows, digest {(rows.captions or rows.digest)[:16]}"
+        data["data"] = f"{rows.num_rows} rows, digest {rows.digest[:16]}"
         if rows.listing is not None and not needs_index(args):  # n may be the length of an epoch
             data["data"] = f"shards, digest {rows.listing[:16]}"
-        if rows.captions is not None:
-            data["set of image paths"] = f"digest {rows.digest[:16]}"
     forced = [f"{flag_of(name)} {getattr(args, name)}" for name in FORCED if getattr(args, name)]
     return {
         "model": " ".join([args.model.rstrip("/").rpartition("/")[2], *forced]),  # without the folder of a local model
@@ -52,8 +50,7 @@ def identity(args: Namespace, rows: DataRows | None) -> dict[str, Any]:
 
 def save(path: str, content: dict[str, Any]) -> None:
     """Write `content` to `path`, complete or not at all, and remove the folders of rows of the file it replaces."""
-    version = FORMAT if content["rows"] is None else IN_FILES
-    atomic_save(torch.save, {"kind": KIND, "format": version, **content}, path)
+    atomic_save(torch.save, {"kind": KIND, "format": FORMAT, **content}, path)
     remove_folders(path)
 
 
@@ -78,8 +75,8 @@ def read(path: str) -> dict[str, Any]:
         raise InputError(f"{path!r} cannot be read: {one_line(error)}", FLAG) from None
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise InputError(f"{path!r} was not written by --osr-save", FLAG)
-    if content["format"] > IN_FILES:
-        raise InputError(f"{path!r} was written by a newer open_clip_ext (format {content['format']})", FLAG)
+    if content["format"] != FORMAT:
+        raise InputError(f"{path!r} was written by another open_clip_ext (format {content['format']})", FLAG)
     return content
 
 
@@ -87,7 +84,7 @@ def check(content: dict[str, Any], own: dict[str, Any], path: str) -> None:
     """Raise InputError unless the statistics have the entries `own` of an `identity`."""
     saved = content["identity"]
     for name, value in own.items():
-        if saved.get(name, value) != value:  # files from before an entry existed do not have it
+        if saved.get(name, value) != value:  # what one of the two does not know is not compared
             wrong = f"{path!r} was recovered with another {name}: {saved[name]}, not {value}"
             raise InputError(f"{wrong}; recover it anew with --osr-epochs", FLAG)
 
@@ -98,7 +95,7 @@ def check_files(args: Namespace, rows: DataRows, resumes: bool) -> None:
     if path is not None and not (resumes and args.uses_ext_loss):
         content = read(path)
         check(content, identity(args, rows), path)
-        row_folders.check(path, content.get("rows"), content["loss_state"], FLAG)
+        row_folders.check(path, content["rows"], content["loss_state"], FLAG)
     if args.osr_save is not None and not resumes:
         if os.path.exists(args.osr_save):
             raise InputError(f"{args.osr_save!r} exists; give another path, or load it with --osr-load", "--osr-save")

@@ -4,6 +4,7 @@ The algorithm is that of `open_clip_ext.recovery`.
 """
 
 import hashlib
+import os
 from argparse import Namespace
 from collections.abc import Iterator
 from copy import copy
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from open_clip_ext.distributed import object_of_first
 from open_clip_ext.metrics_file import RECOVERY
 from open_clip_ext.recovery import FrozenWeights, check_frozen, digest_of, epoch_lengths, zero_learning_rates
 from open_clip_ext.surrogates import Identity
@@ -138,7 +140,9 @@ class StatisticsRecovery:
         return [self.weights.names[p] for group in self.optimizer.param_groups for p in group["params"]]
 
     def save(self, path: str) -> None:
-        """Write the statistics on process 0; every process calls this."""
+        """Write the statistics on process 0, unless a run that this one resumes has; every process calls this."""
+        if object_of_first(os.path.exists(path)):  # a new run is refused then
+            return
         loss = self.training.loss
         state, folder = ({}, None) if loss is None else row_folders.save_state(self.args, loss, path)
         needed = {one.name: one.state_dict() for one in self.training.components if one.state_is_needed}
@@ -173,8 +177,8 @@ class StatisticsRecovery:
         if self.scaler is not None and content["scaler"]:
             self.scaler.load_state_dict(content["scaler"])
         if self.training.loss is not None:
-            folder = row_folders.folder_of(path, content.get("rows"), recovered.FLAG)
+            folder = row_folders.folder_of(path, content["rows"], recovered.FLAG)
             row_folders.load_state(self.training.loss, content["loss_state"], folder, path, recovered.FLAG)
-        for component in self.training.components:  # a file from before version 0.1 has no states of theirs
-            if state := content.get("states", {}).get(component.name):
+        for component in self.training.components:
+            if state := content["states"].get(component.name):
                 component.load_state_dict(state)
