@@ -2,13 +2,10 @@
 
 import errno
 import os
-import re
 import secrets
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from typing import IO
 
 try:
@@ -17,10 +14,6 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 PARTIAL = ".partial"  # end of a temporary name; not .pt, which `--resume latest` would pick
-TOKEN = 4  # bytes
-OF_A_FILE = re.compile(rf".+\.[0-9a-f]{{{2 * TOKEN}}}{re.escape(PARTIAL)}")  # temporary names of `whole_file`
-
-STALE = 300.0  # seconds after which a temporary file that nobody locks is removed
 LOCK = ".lock"  # of a folder in use; what it contains names the process
 _held: set[int] = set()  # file descriptors
 
@@ -99,17 +92,16 @@ def _locked(path: str) -> int:
         os.close(file)
 
 
-def _lock_of_kernel(file: int) -> bool:
-    """Lock an open file; False if the file system has no locks. Raises BlockingIOError if another process holds it."""
+def _lock_of_kernel(file: int) -> None:
+    """Lock an open file, if the file system has locks; raises BlockingIOError if another process holds it."""
     if fcntl is None:
-        return False
+        return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
     except OSError:
-        return False
-    return True
+        pass
 
 
 @contextmanager
@@ -117,15 +109,13 @@ def whole_file(path: str | os.PathLike, text: bool = False) -> Iterator[IO]:
     """Open a temporary file beside `path`, binary or UTF-8 text, and rename it to `path` at the end of the block.
 
     After a kill, a full disk or any exception an older `path` is unchanged. Processes that write at the same time have
-    separate temporary files, and the last rename wins. Temporary files of killed processes are removed later.
+    separate temporary files, and the last rename wins. A killed process leaves its own.
     """
     path = os.fspath(path)
-    _remove_left(os.path.dirname(os.path.abspath(path)))
     partial = temporary_name(path)
     file = open(partial, "x", encoding="utf-8") if text else open(partial, "xb")
     try:
         with file:
-            _lock_of_kernel(file.fileno())
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -139,25 +129,12 @@ def whole_file(path: str | os.PathLike, text: bool = False) -> Iterator[IO]:
 
 
 def temporary_name(path: str) -> str:
-    """New temporary name beside `path`; a file that a killed process leaves under it is removed later.
+    """New temporary name beside `path`.
 
     It begins with a dot, so that a half-written copy of it in a remote folder is not the last in the order of names.
     """
     folder, name = os.path.split(path)
-    return os.path.join(folder, f".{name}.{secrets.token_hex(TOKEN)}{PARTIAL}")
-
-
-@lru_cache(maxsize=64)
-def _remove_left(folder: str) -> None:
-    """Remove old temporary files that no process is writing; on a file system without locks they stay."""
-    with suppress(OSError), os.scandir(folder) as entries:
-        for path in [entry.path for entry in entries if OF_A_FILE.fullmatch(entry.name)]:
-            with tempfile.TemporaryFile(dir=folder) as now:  # by the clock of the file system
-                age = os.fstat(now.fileno()).st_mtime - os.lstat(path).st_mtime
-            if not os.path.islink(path) and age > STALE:
-                with suppress(BlockingIOError), open(path, "rb") as file:
-                    if _lock_of_kernel(file.fileno()):
-                        os.remove(path)
+    return os.path.join(folder, f".{name}.{secrets.token_hex(4)}{PARTIAL}")
 
 
 @contextmanager

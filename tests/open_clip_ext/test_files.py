@@ -122,23 +122,3 @@ def test_ctrl_c_while_torch_writes(tmp_path):
     with pytest.raises(KeyboardInterrupt), whole_file(tmp_path / "x.pt"):
         torch.save({"weights": torch.zeros(10)}, Interrupted())
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("locks", [True, False])
-def test_what_a_killed_writer_left_is_removed_and_a_living_ones_is_not(tmp_path, monkeypatch, locks):
-    old, mine = tmp_path / "a.json.0123abcd.partial", tmp_path / "mine.partial"
-    for path in (old, mine):
-        path.write_text("half")
-        os.utime(path, (0, 0))
-    if not locks:
-        monkeypatch.setattr(files.fcntl, "flock", no_locks)
-    files._remove_left.cache_clear()
-    with whole_file(tmp_path / "a.json", text=True) as file:
-        os.utime(file.name, (0, 0))
-        files._remove_left.cache_clear()
-        with whole_file(tmp_path / "b.json", text=True):
-            pass
-    assert {path.name for path in tmp_path.iterdir()} - {"mine.partial"} == {"a.json", "b.json"} | (
-        set() if locks else {old.name}
-    )
-    assert mine.exists()

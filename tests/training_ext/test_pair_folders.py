@@ -41,26 +41,26 @@ def add_surplus(folder: Path) -> None:
 
 
 def test_the_pairs_of_a_folder(folder):
-    first = find_pairs(str(folder))
-    assert not first.left_out and len(first.pairs) == 24
-    assert first.pairs == sorted(first.pairs) and first.pairs[0][1] == [Scenes(1)[0][1], "second"]
+    first, left_out = find_pairs(str(folder))
+    assert not left_out and len(first) == 24
+    assert first == sorted(first) and first[0][1] == [Scenes(1)[0][1], "second"]
     (folder / "b/01.v1.txt").write_text("\ufeffmarked", encoding="utf-8")
     add_surplus(folder)
     (folder / "lost.png").write_bytes(b"")
     (folder / "lost.txt").symlink_to(folder / "unmounted.txt")
-    found = find_pairs(str(folder))
-    assert [path for path, _ in found.pairs] == [path for path, _ in first.pairs]
-    assert dict(found.pairs)[f"{folder}/b/01.v1.png"] == ["marked"]
-    assert found.left_out == {
+    pairs, left_out = find_pairs(str(folder))
+    assert [path for path, _ in pairs] == [path for path, _ in first]
+    assert dict(pairs)[f"{folder}/b/01.v1.png"] == ["marked"]
+    assert left_out == {
         NO_TEXT: [f"{folder}/alone.png"], NO_CAPTION: [f"{folder}/empty.png"], NOT_UTF8: [f"{folder}/latin.png"],
         UNREADABLE_TEXT: [f"{folder}/lost.png"], NO_PICTURE: [f"{folder}/README.txt"],
     }
-    assert f"1 {NO_TEXT} ('{folder}/alone.png'), 1 " in describe_left_out(found.left_out)
+    assert f"1 {NO_TEXT} ('{folder}/alone.png'), 1 " in describe_left_out(left_out)
 
 
 def test_it_trains_as_a_csv_and_resumes_to_the_last_bit(run, folder, tmp_path):
     table = pd.DataFrame(
-        [(path, caption) for path, captions in find_pairs(str(folder)).pairs for caption in captions],
+        [(path, caption) for path, captions in find_pairs(str(folder))[0] for caption in captions],
         columns=["filepath", "title"],
     )
     table.to_csv(tmp_path / "pairs.csv", sep="\t", index=False)
@@ -79,7 +79,7 @@ def test_it_trains_as_a_csv_and_resumes_to_the_last_bit(run, folder, tmp_path):
 
 
 def test_captions_of_one_text_are_drawn(run, told, folder):
-    pairs = find_pairs(str(folder)).pairs
+    pairs, _ = find_pairs(str(folder))
     flat = [caption for _, captions in pairs for caption in captions]
     keys = keys_of_captions(get_tokenizer("ViT-test")(flat)).tolist()
     names = dict(zip(keys, flat, strict=True))

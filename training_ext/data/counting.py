@@ -2,6 +2,7 @@
 
 import multiprocessing
 from argparse import Namespace
+from dataclasses import replace
 
 from open_clip_train.data import expand_urls
 
@@ -10,22 +11,9 @@ from training_ext.data.captions import captions_of_samples
 from training_ext.data.first_look import look_at_shards
 from training_ext.data.rows import DataRows, needs_index, tolerated
 from training_ext.data.sample_keys import key_of_samples
-from training_ext.data.seen_captions import SeenCaptions
 from training_ext.data.shards import check_missing, digest_of_list, estimated_samples, find_shards, shard_urls
 
 MOST_PASSES = 5
-
-
-def check_usable(args: Namespace) -> SeenCaptions | None:
-    """Check that shards exist and that the first samples are usable pairs; raises InputError as `rows.check_usable`.
-
-    Returns:
-        The captions of the first samples of local shards.
-    """
-    urls = shard_urls(args.train_data)
-    missing = check_missing(urls, max_bad=tolerated(args))
-    urls = [url for url in urls if url not in missing]
-    return look_at_shards(urls, key_of_samples(args), captions_of_samples(args))
 
 
 def find(args: Namespace) -> DataRows:
@@ -34,11 +22,14 @@ def find(args: Namespace) -> DataRows:
     if args.train_num_samples is not None and not needs_index(args):
         if getattr(args, "shard_sizes", None):
             raise InputError(f"--loss {args.loss} with --train-num-samples does not use it", "--shard-sizes")
-        return DataRows("webdataset", args.train_num_samples, listing, listing=listing, seen=check_usable(args))
-    shards = find_shards(args.train_data, getattr(args, "shard_sizes", None), max_bad=tolerated(args))
-    urls = [url for url in shards.urls if shards.size_of[url]]
-    seen = look_at_shards(urls, key_of_samples(args), captions_of_samples(args))
-    return DataRows("webdataset", shards.num_rows, shards.digest, shards, listing, seen=seen)
+        missing = check_missing(shard_urls(args.train_data), max_bad=tolerated(args))
+        urls = [url for url in shard_urls(args.train_data) if url not in missing]
+        rows = DataRows("webdataset", args.train_num_samples, listing, listing=listing)
+    else:
+        shards = find_shards(args.train_data, getattr(args, "shard_sizes", None), max_bad=tolerated(args))
+        urls = [url for url in shards.urls if shards.size_of[url]]
+        rows = DataRows("webdataset", shards.num_rows, shards.digest, shards, listing)
+    return replace(rows, seen=look_at_shards(urls, key_of_samples(args), captions_of_samples(args)))
 
 
 def check_loaders(args: Namespace, rows: DataRows, world_size: int) -> None:

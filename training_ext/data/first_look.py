@@ -1,7 +1,6 @@
 """Check the first samples of shards before a run starts: refuse data in which none of them is usable."""
 
 import io
-import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -15,11 +14,11 @@ from training_ext.data.captions import JsonCaptions
 from training_ext.data.images import COMPARED, spread, warn_of_images
 from training_ext.data.seen_captions import SeenCaptions, see
 from training_ext.data.shards import local_path
-from training_ext.data.tars import headers_of_samples, read_samples
+from training_ext.data.tars import read_samples, stored_samples
 from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
 
 LOOKED_AT = 100  # at most: shards, samples per shard
-SHARDS, PASSED = 20, 2000  # over which the images that are looked at are spread: shards, and samples in all of these
+SHARDS, PASSED = 20, 1000  # over which the images that are looked at are spread: shards, and samples in all of these
 
 
 def look_at_shards(
@@ -98,25 +97,8 @@ def images_of_shards(urls: Sequence[str]) -> Iterator[tuple[str, io.BytesIO]]:
     shards = spread(urls, SHARDS)
     for url in shards:
         with suppress(Exception):  # it may be damaged
-            for sample in _spread_samples(url, PASSED // len(shards), COMPARED // len(shards)):
+            samples = list(islice(stored_samples(local_path(url) or url), PASSED // len(shards)))
+            for read, sample in spread(samples, COMPARED // len(shards)):
                 for name in PAIR_MEMBERS[:-1]:
                     if name in sample:
-                        yield f"{url}: {sample['__key__']}.{name}", io.BytesIO(sample[name])
-
-
-def _spread_samples(url: str, passed: int, number: int) -> Iterator[dict]:
-    """At most `number` of the first samples of a shard, of which the headers of `passed` are read; if it is compressed,
-    the first ones."""
-    path = local_path(url) or url
-    try:
-        headers = [sample for _, sample in islice(headers_of_samples(path), passed)]
-    except tarfile.ReadError:
-        yield from islice(read_samples(url), number)
-        return
-    with open(path, "rb") as file:
-        for sample in spread(headers, number):
-            for name in PAIR_MEMBERS:
-                if name in sample:
-                    file.seek(sample[name].offset_data)
-                    sample[name] = file.read(sample[name].size)
-            yield sample
+                        yield f"{url}: {sample['__key__']}.{name}", io.BytesIO(read(sample[name]))

@@ -1,7 +1,6 @@
 """Read a folder of images that have their captions beside them, in a .txt of the same name with one a line."""
 
 import os
-from dataclasses import dataclass, field
 
 import pandas as pd
 from tqdm import tqdm
@@ -14,21 +13,13 @@ NO_TEXT, NO_PICTURE, NO_CAPTION = "images without .txt", ".txt without image", "
 NOT_UTF8, UNREADABLE_TEXT = ".txt that are not UTF-8", "images whose .txt cannot be read"
 
 
-@dataclass(frozen=True)
-class FolderPairs:
-    """The pairs of a folder and the folders in it, without hidden ones.
+def find_pairs(folder: str, flag: str | None = None) -> tuple[list[tuple[str, list[str]]], LeftOut]:
+    """The pairs of a folder and the folders in it, without hidden ones; process 0 warns of a folder of splits.
 
-    Args:
-        pairs: path of each image and its captions, by sorted path.
-        left_out: what is no pair.
-    """
+    The names and the captions are read, but no image.
 
-    pairs: list[tuple[str, list[str]]] = field(default_factory=list)
-    left_out: LeftOut = field(default_factory=dict)
-
-
-def find_pairs(folder: str, flag: str | None = None) -> FolderPairs:
-    """Read the names in a folder and its captions, but no image. Process 0 warns of a folder of splits.
+    Returns:
+        Path of each image and its captions, by sorted path; and what is no pair.
 
     Raises:
         InputError: one of the folders cannot be read.
@@ -37,7 +28,7 @@ def find_pairs(folder: str, flag: str | None = None) -> FolderPairs:
     if listed.are_splits() and len(listed.folders) > 1 and world_info()[1] == 0:
         splits = ", ".join(map(repr, listed.folders))
         warn_once(f"{folder!r} has the folders {splits}, and the pairs of all are read; for one of them give its path")
-    folder_pairs = FolderPairs(left_out=listed.left_out)
+    pairs, left_out = [], listed.left_out
     stems = [(*os.path.splitext(path), path) for path in listed.files]
     texts = {stem: path for stem, end, path in stems if end.lower() == CAPTIONS}
     images = [(stem, path) for stem, end, path in stems if end.lower() in IMAGES]
@@ -55,20 +46,20 @@ def find_pairs(folder: str, flag: str | None = None) -> FolderPairs:
             why = UNREADABLE_TEXT
         else:
             if captions:
-                folder_pairs.pairs.append((path, captions))
+                pairs.append((path, captions))
                 continue
             why = NO_CAPTION
-        folder_pairs.left_out.setdefault(why, []).append(path)
+        left_out.setdefault(why, []).append(path)
     image_stems = dict(images)
     if lonely := [path for stem, path in texts.items() if stem not in image_stems]:
-        folder_pairs.left_out[NO_PICTURE] = lonely
-    return folder_pairs
+        left_out[NO_PICTURE] = lonely
+    return pairs, left_out
 
 
 def read_folder(folder: str, image_key: str, caption_key: str) -> pd.DataFrame:
     """The pairs as OpenCLIP reads a csv: a line for each caption. Process 0 warns of files that are no pair."""
-    folder_pairs = find_pairs(folder)
-    if folder_pairs.left_out and world_info()[1] == 0:
-        warn_once(f"Left out of {folder!r}: {describe_left_out(folder_pairs.left_out)}")
-    lines = [(path, caption) for path, captions in folder_pairs.pairs for caption in captions]
+    pairs, left_out = find_pairs(folder)
+    if left_out and world_info()[1] == 0:
+        warn_once(f"Left out of {folder!r}: {describe_left_out(left_out)}")
+    lines = [(path, caption) for path, captions in pairs for caption in captions]
     return pd.DataFrame(lines, columns=[image_key, caption_key], dtype=object)

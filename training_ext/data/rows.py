@@ -45,30 +45,14 @@ def needs_index(args: Namespace) -> bool:
     return args.uses_ext_loss and any(part.needs_index for part in factory.parts_of(args.loss, vars(args)))
 
 
-def check_usable(args: Namespace) -> None:
-    """Check that the train data exist and that the first samples have usable pairs.
-
-    Raises:
-        InputError: more shards or lines are missing than --max-bad-samples allows, or nothing is usable.
-    """
-    kind = kind_of(args, args.train_data)
-    if kind == "csv":
-        from training_ext.data.csv_rows import read_csv
-
-        read_csv(args, args.train_data, max_bad=tolerated(args))
-    elif kind == "webdataset":
-        from training_ext.data import counting
-
-        counting.check_usable(args)
-
-
 def find_rows(args: Namespace) -> DataRows:
     """Find the rows of `--train-data`; reads headers and captions, writes nothing but the cache of shard sizes.
 
     Shards are not read if the number of samples is given and the loss has no state per sample.
 
     Raises:
-        InputError: the data cannot be read, or their rows cannot be counted; the message says what to provide.
+        InputError: the data cannot be read, more of them are missing than --max-bad-samples allows, nothing is usable,
+            or their rows cannot be counted; the message says what to provide.
     """
     kind = kind_of(args, args.train_data)
     if kind == "webdataset":

@@ -101,41 +101,34 @@ def _payload(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     return file.read()
 
 
-def headers_of_samples(path: str) -> Iterator[tuple[tarfile.TarFile, dict]]:
-    """Yield the samples of a local tar, which is not compressed, as dicts of headers by suffix.
-
-    The contents of a sample can be read from the open archive that comes with it.
-
-    Raises:
-        tarfile.TarError, OSError: the tar is damaged, or has no end mark, as one that was cut between two samples.
-    """
-    with tarfile.open(path, "r:", tarinfo=_StrictHeader) as tar:
-        members = ({"fname": member.name, "data": member, "__url__": path} for member in _members(tar))
-        for sample in group_by_keys_nothrow(members):
-            yield tar, sample
-        file: Any = tar.fileobj
-        file.seek(tar.offset)
-        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise tarfile.ReadError("it has no end mark")
-
-
 def stored_samples(path: str) -> Iterator[tuple[Callable[[Any], bytes], dict]]:
     """Yield the samples of a local tar, dicts by suffix, each with the function that reads one of its values.
 
     A compressed tar is read as a stream, as webdataset does; of another only the members that are asked for.
 
     Raises:
-        Exception: as `headers_of_samples` and `read_samples`.
+        Exception: the tar is damaged, or has no end mark, as one that was cut between two samples.
     """
     try:
-        with tarfile.open(path, "r:"):
-            pass
+        opened = tarfile.open(path, "r:", tarinfo=_StrictHeader)
     except tarfile.ReadError:  # also of one that is damaged, which the stream tells
         for sample in read_samples(path):
             yield bytes, sample
         return
-    for tar, headers in headers_of_samples(path):
-        yield partial(_payload, tar), headers
+    with opened as tar:
+        members = ({"fname": member.name, "data": member, "__url__": path} for member in _members(tar))
+        for sample in group_by_keys_nothrow(members):
+            yield partial(_part_of_file, path), sample
+        file: Any = tar.fileobj
+        file.seek(tar.offset)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError("it has no end mark")
+
+
+def _part_of_file(path: str, member: tarfile.TarInfo) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(member.offset_data)
+        return file.read(member.size)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from training_ext.data import row_folders
 from training_ext.data.checkpoint_files import bring_up_to_date, resumed_path
 from training_ext.data.epochs import check_steps, samples_per_epoch
 from training_ext.data.metrics import evaluated_metrics
-from training_ext.data.rows import DataRows, check_usable, find_rows
+from training_ext.data.rows import DataRows, find_rows
 from training_ext.flags.resumed import check_folder, find_resumed
 from training_ext.flags.rules import check_rules
 from training_ext.flags.trial import try_start
@@ -54,10 +54,9 @@ def check(run: Run) -> None:
         bring_up_to_date(args)
     elif not any(component.counts_rows for component in run.components):
         return  # OpenCLIP and the core find out what the data are as they build them
-    elif local_rank == 0 and needs_rows(args):  # another machine may have other data; `processes_alike` compares them
-        run.data.rows = find_rows(args)
-    elif local_rank == 0 and trains(args):
-        check_usable(args)
+    elif local_rank == 0 and trains(args):  # another machine may have other data; `processes_alike` compares them
+        rows = find_rows(args)
+        run.data.rows = rows if needs_rows(args) else None
 
 
 def needs_rows(args: Namespace) -> bool:

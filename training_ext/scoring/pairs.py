@@ -32,9 +32,10 @@ class TablePairs(Source):
             empty = table[column].map(is_empty)
             if empty.any():
                 raise self.wrong(f"{self.folder!r} has no {column} in line {int(empty.argmax()) + 2}")
-        self.images = [
-            (image, captions.tolist()) for image, captions in table.groupby(columns[0], sort=False)[columns[1]]
-        ]
+        captions_of: dict[str, list[str]] = {}  # pandas' groups have no names that are not UTF-8
+        for image, caption in zip(*(table[column] for column in columns), strict=True):
+            captions_of.setdefault(image, []).append(caption)
+        self.images = list(captions_of.items())
         if not self.images and os.path.isdir(self.folder):
             raise self.wrong(f"{self.folder!r} has neither images with a .txt of the same name nor test/nshards.txt")
 

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -116,7 +116,7 @@ def model_bytes_of_step(model: Any, args: Namespace, device: str = "cpu") -> tup
         device: of the FakeTensors; only a CUDA build of torch with a driver takes another than the CPU's.
     """
     mode = FakeTensorMode()
-    _to_fake(model, mode, torch.device(device))
+    model._apply(lambda tensor: FakeTensor(mode, tensor.detach().to("meta"), torch.device(device)))
     if args.grad_checkpointing:
         model.set_grad_checkpointing()
     model.train()
@@ -208,18 +208,6 @@ def _kernels_of_cuda() -> Iterator[None]:
         patch.object(functional, "scaled_dot_product_attention", attention),
     ):
         yield
-
-
-def _to_fake(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
-    """Replace parameters and buffers of a model on the meta device by FakeTensors of `device`."""
-    for module in model.modules():
-        for name, each in module._parameters.items():
-            if each is not None:
-                fake = FakeTensor(mode, each.detach(), device)
-                module._parameters[name] = nn.Parameter(fake, each.requires_grad)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = FakeTensor(mode, buffer.detach().to("meta"), device)
 
 
 @contextmanager

@@ -82,10 +82,10 @@ def find_sources(paths: Iterable[str], args: Namespace, flag: str | None, left_o
     pairs: list[Pair] = []
     for path in paths:
         if os.path.isdir(path):
-            folder_pairs = find_pairs(path, flag)
-            for image, texts in folder_pairs.pairs:
+            in_folder, no_pairs = find_pairs(path, flag)
+            for image, texts in in_folder:
                 pairs.append(Pair(PurePath(os.path.relpath(image, path)).as_posix(), texts, image))
-            for why, names in folder_pairs.left_out.items():
+            for why, names in no_pairs.items():
                 left_out.setdefault(why, []).extend(names)
         elif path.lower().endswith(".parquet"):
             pairs += _of_parquet(path, args, flag, left_out)
