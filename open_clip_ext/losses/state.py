@@ -4,15 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from open_clip_ext.distributed import rank
+from open_clip_ext.distributed import LocalTensors, rank
 from open_clip_ext.options import Part
 
 STATE_FORMAT = 1  # of `full_state`
 
 
-class LossState(Part, nn.Module):
+class LossState(Part, LocalTensors):
     """Base of `Loss`: state that follows the batches' device and dtype, and that a checkpoint restores.
 
     Attributes:
@@ -21,14 +21,13 @@ class LossState(Part, nn.Module):
         dimension: of the embeddings, once known.
     """
 
-    _like: Tensor
+    local_tensors = ("_like",)
 
     def __init__(self, **options: Any):
         super().__init__(**options)
         self.steps = 0
         self.dimension = 0
-        # Empty; its device and dtype are the state's.
-        self.register_buffer("_like", torch.empty(0), persistent=False)
+        self._like = torch.empty(0)  # its device and dtype are the state's
 
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
         self.dimension = dimension
