@@ -17,7 +17,7 @@ from open_clip_ext.losses.checks import (
     NOT_UNIT_VECTORS,
     FirstSteps,
     are_not_unit_vectors,
-    check_equal_batches,
+    check_batches,
     check_features,
     check_int64,
     check_logit_scale,
@@ -50,9 +50,9 @@ class Loss(LossState):
             passes logit_scale detached in all but the last. Where all calls are
             known to have the same pairs, by `index` or `one_batch_per_step`, the later ones compute nothing and take
             the first one's value and gradients.
-        validate: on every call make also the checks that wait for the device: range of `index`, unit norms, equal batch
-            sizes. Otherwise the first step makes them; the norms are measured at every call, and `raise_if_not_finite`
-            names the first step whose features were not unit vectors.
+        validate: on every call make also the checks that wait for the device: range of `index`, unit norms, batches of
+            equal sizes with pairs of their own. Otherwise the first step makes them; the norms are measured at every
+            call, and `raise_if_not_finite` names the first step whose features were not unit vectors.
 
     Class attributes, in addition to those of `Part`; an instance may change them:
         takes_keys, takes_positives: whether samples may have a `key`, a `positive_key`, see `forward`.
@@ -181,9 +181,8 @@ class Loss(LossState):
             raise ValueError("this loss follows the epoch: call its set_epoch(epoch) before each epoch")
         self._is_float16 = torch.float16 in (image_features.dtype, text_features.dtype)
         update_state = trains and self._calls % self.accum_freq == 0
-        step = self.steps + update_state
         not_unit = are_not_unit_vectors(image_features, text_features, *(reference or ()))
-        self._input_errors.note(NOT_UNIT_VECTORS, step, not_unit)
+        self._input_errors.note(NOT_UNIT_VECTORS, self.steps + update_state, not_unit)
         if index is not None and trains:
             self._check_group(index, update_state)
         if self.validate or self.steps == 0:
@@ -230,6 +229,8 @@ class Loss(LossState):
 
     def _value(self, inputs: Inputs, update_state: bool, shares: bool) -> Tensor:
         """The result of `compute`, or that of the step's first call where its calls share it."""
+        # Autograd refuses tensors of inference mode, as cached embeddings may be.
+        inputs = {name: x.clone() if x is not None and x.is_inference() else x for name, x in inputs.items()}
         compute: Callable[..., Tensor] = partial(self.compute, update_state=update_state)
         if not shares:
             return compute(**inputs)
@@ -306,15 +307,13 @@ class Loss(LossState):
     def _check(self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None) -> None:
         check_features(image_features=image_features, text_features=text_features)
         may_wait = self.validate or self.steps == 0
-        check_equal_batches(image_features, None if may_wait else self._local_pairs)
+        check_batches(image_features, None if may_wait else self._local_pairs, index)
         self._local_pairs = image_features.shape[0]
         pairs = image_features.shape[0] * world_size()
-        least = 2 if self.needs_negatives else 1
-        if pairs < least:
+        if pairs < (least := 1 + self.needs_negatives):
             raise ValueError(f"image_features: a global batch of {pairs} pair(s) has no negatives; {least} are needed")
-        if image_features.shape[0] < self.least_pairs:
-            pairs = image_features.shape[0]
-            raise ValueError(f"image_features: {pairs} pair(s) in this process; {self.name} needs {self.least_pairs}")
+        if (own := image_features.shape[0]) < self.least_pairs:
+            raise ValueError(f"image_features: {own} pair(s) in this process; {self.name} needs {self.least_pairs}")
         check_logit_scale(logit_scale, self.steps == 0 and self.reads_logit_scale, may_wait)
         if index is not None:
             check_int64("index", index, image_features.shape[0])

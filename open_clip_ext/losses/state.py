@@ -97,7 +97,17 @@ class LossState(Part, LocalTensors):
             self.materialize(int(state["dimension"]), self._like.device, dtype)
 
     def get_extra_state(self) -> dict[str, Any]:
-        return self.full_state()
+        state = self.full_state()
+        return state if rank() else state | {"tensors": number_of_tensors(state)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
+        if (count := number_of_tensors(state)) != state.get("tensors", count):
+            raise ValueError(
+                f"state: {count} of its {state['tensors']} tensors; save it by torch.save, as "
+                "torch.distributed.checkpoint loads only those that the loss has already, and a new loss has none"
+            )
         self.load_full_state(state)
+
+
+def number_of_tensors(state: dict[str, Any]) -> int:
+    return sum(isinstance(value, Tensor) for value in state.values())

@@ -336,15 +336,17 @@ def check_a_state_of_the_first_alone(rank, world):
             assert (table.gather() is None) == (rank != 0)
 
 
-def check_unequal_batches(rank, world):
+def check_batches_of_processes(rank, world):
     image, text = (unit(torch.Generator(), 4 + rank, 8) for _ in range(2))
     if world > 1:
         with pytest.raises(ValueError, match=f"batches of {re.escape(str([4 + r for r in range(world)]))} pairs"):
             create_loss("queue", epochs=1)(image, text, torch.tensor(10.0))
         loss, tau = create_loss("fastclip-v1", num_samples=ROWS, epochs=1), torch.tensor(10.0)
         loss.set_epoch(0)
+        with pytest.raises(ValueError, match=f"index: {world} processes have {world - 1} different batches"):
+            loss(image[:4], text[:4], tau, index=torch.arange(4) + min(rank, world - 2))
         for pairs in (4, 3):  # of all processes
-            loss(image[:pairs], text[:pairs], tau, index=torch.arange(pairs))
+            loss(image[:pairs], text[:pairs], tau, index=torch.arange(pairs) + rank)
         soon = timedelta(seconds=0.3)
         if rank == 1:  # the others would wait for it
             with patch.multiple(distributed, SOON=soon, AT_LAST=soon), pytest.raises(
@@ -374,7 +376,7 @@ def process(rank, world, port, folder):
         with patch.object(ShardedRows, "DTYPE", torch.float64):
             torch.save(results_of(rank, world, alone), f"{folder}/{rank}.pt")
         check_a_state_of_the_first_alone(rank, world)
-        check_unequal_batches(rank, world)
+        check_batches_of_processes(rank, world)
     finally:
         dist.destroy_process_group()
 
