@@ -41,13 +41,11 @@ class Contrastive(lightning.LightningModule):
         self.model = model
         self.lr = lr
         model.logit_scale.requires_grad_(loss.trains_logit_scale)
-        # In a list, so that it is not a submodule: DistributedDataParallel would replace each process's shard of the
-        # loss's state by that of process 0.
-        self.held = [loss]
+        self.loss = loss  # a submodule, so that checkpoints have its state
 
     def training_step(self, batch, batch_number):
         images, texts, rows = batch
-        value = self.held[0](*self.model(images, texts)[:4], index=rows)  # the fourth is SigLIP's logit_bias
+        value = self.loss(*self.model(images, texts)[:4], index=rows)  # the fourth is SigLIP's logit_bias
         self.log("loss", value.detach(), prog_bar=True)
         return value
 
@@ -68,7 +66,7 @@ class Contrastive(lightning.LightningModule):
         if (parts := self.trainer.accumulate_grad_batches) > 1:
             reason = "parts do not see one another's negatives; give 1 and a larger batch, or see docs/custom-loop.md"
             raise InputError(f"{parts} {reason}", "accumulate_grad_batches")
-        self.held[0].set_epoch(self.current_epoch)
+        self.loss.set_epoch(self.current_epoch)
 
     def on_train_batch_end(self, outputs, batch, batch_number):
         if self.model.logit_scale.requires_grad:
@@ -77,15 +75,9 @@ class Contrastive(lightning.LightningModule):
 
     def on_train_epoch_end(self):
         try:
-            self.held[0].raise_if_not_finite()
+            self.loss.raise_if_not_finite()
         except NonFiniteError as error:  # ends the training, unless the scaler of precision="16-mixed" skipped the step
             pass_over(error, self.model, getattr(self.trainer.precision_plugin, "scaler", None))
-
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["contrastive_loss"] = self.held[0].state_dict()  # Lightning calls this on every process
-
-    def on_load_checkpoint(self, checkpoint):
-        self.held[0].load_state_dict(checkpoint["contrastive_loss"])
 
 
 def loader(num_samples: int, seed: int, batch_size: int, preprocess, tokenizer, shuffle: bool) -> DataLoader:

@@ -4,13 +4,13 @@ Shapes: b = samples of this process, W = world size, B = b * W.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 SOON, AT_LAST = timedelta(seconds=10), timedelta(minutes=5)  # after which `_wait` warns, and gives up
 
@@ -25,6 +25,25 @@ def world_size() -> int:
 
 def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+class LocalTensors(nn.Module):
+    """Base of modules with tensors that may differ between processes.
+
+    They are not buffers: DistributedDataParallel overwrites those with process 0's wherever it wraps the loss, too.
+
+    Class attributes:
+        local_tensors: names of the attributes, each a tensor or None, which `Module.to` then moves.
+    """
+
+    local_tensors: ClassVar[tuple[str, ...]]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        for name in self.local_tensors:
+            if (tensor := getattr(self, name)) is not None:
+                setattr(self, name, fn(tensor))
+        return self
 
 
 def plain_name(name: str) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from open_clip_ext import row_files
 from open_clip_ext.batch import Batch
-from open_clip_ext.distributed import gather_rows, rank, wait_for_others, world_size
+from open_clip_ext.distributed import LocalTensors, gather_rows, rank, wait_for_others, world_size
 from open_clip_ext.options import Part, option
 
 
@@ -109,7 +109,7 @@ def bytes_per_row(module: nn.Module) -> dict[str, int]:
     return {name: table.rows[0].nbytes for name, table in tables.items()}
 
 
-class ShardedRows(nn.Module):
+class ShardedRows(LocalTensors):
     """A table of n rows of c float32 values, sharded: process r keeps the rows r, r + W, r + 2W, ...
 
     A table that is made before torch.distributed starts has every row; its first use afterwards drops the other
@@ -123,7 +123,7 @@ class ShardedRows(nn.Module):
         on_host: keep the rows in host memory whatever `device` and `Module.to` say; each lookup then waits for a copy.
     """
 
-    rows: Tensor
+    local_tensors = ("rows",)
     DTYPE = torch.float32  # of the rows; tests set float64, where rounding cannot hide an error
 
     def __init__(
@@ -140,9 +140,8 @@ class ShardedRows(nn.Module):
         self._processes = world_size()  # W when the rows were divided
         # Writes to rows of other processes go to an extra last row, so that shapes stay static.
         local_rows = len(range(rank(), num_rows, world_size())) + 1
-        rows = torch.empty(local_rows, columns, dtype=self.DTYPE, device="cpu" if on_host else device)
-        rows.copy_(torch.tensor(fill, dtype=self.DTYPE))
-        self.register_buffer("rows", rows, persistent=False)
+        self.rows = torch.empty(local_rows, columns, dtype=self.DTYPE, device="cpu" if on_host else device)
+        self.rows.copy_(torch.tensor(fill, dtype=self.DTYPE))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ShardedRows":
         """Move the rows as `Module.to` does, but keep their type."""

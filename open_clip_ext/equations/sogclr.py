@@ -8,7 +8,8 @@ from open_clip_ext.equations.basics import gradient_of
 def sogclr_u(u: Tensor, g: Tensor, gamma: float | Tensor, eps: float) -> Tensor:
     """NeuCLIP, Eq. 3: u of the batch's rows after the step, (2, B), a constant for autograd.
 
-    The papers do not give u before a row's first visit; at that visit take gamma = 1. Fast: `MovingAverageTable`.
+    The papers do not give u before a row's first visit, except TuneCLIP's Algorithm 1, 0; at that visit take gamma = 1.
+    Fast: `MovingAverageTable`.
 
     Args:
         u: before the step, (2, B).

@@ -16,7 +16,7 @@ from open_clip_ext.losses.checks import (
     NOT_UNIT_VECTORS,
     FirstSteps,
     are_not_unit_vectors,
-    check_equal_batches,
+    check_batches,
     check_features,
     check_int64,
     check_logit_scale,
@@ -49,9 +49,9 @@ class Loss(LossState):
             passes logit_scale detached in all but the last. Where all calls are
             known to have the same pairs, by `index` or `one_batch_per_step`, the later ones compute nothing and take
             the first one's value and gradients.
-        validate: on every call make also the checks that wait for the device: range of `index`, unit norms, equal batch
-            sizes. Otherwise the first step makes them; the norms are measured at every call, and `raise_if_not_finite`
-            names the first step whose features were not unit vectors.
+        validate: on every call make also the checks that wait for the device: range of `index`, unit norms, batches of
+            equal sizes with pairs of their own. Otherwise the first step makes them; the norms are measured at every
+            call, and `raise_if_not_finite` names the first step whose features were not unit vectors.
 
     Class attributes, in addition to those of `Part`; an instance may change them:
         takes_keys, takes_positives: whether samples may have a `key`, a `positive_key`, see `forward`.
@@ -231,6 +231,8 @@ class Loss(LossState):
 
     def _value(self, inputs: Inputs, update_state: bool, shares: bool) -> Tensor:
         """The result of `compute`, or that of the step's first call where its calls share it."""
+        # Autograd refuses tensors of inference mode, as cached embeddings may be.
+        inputs = {name: x.clone() if x is not None and x.is_inference() else x for name, x in inputs.items()}
         if not shares:
             return self.compute(**inputs, update_state=update_state)
         first_call = self._first_call
@@ -304,7 +306,7 @@ class Loss(LossState):
     def _check(self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None) -> None:
         check_features(image_features=image_features, text_features=text_features)
         may_wait = self.validate or self.steps == 0
-        check_equal_batches(image_features, None if may_wait else self._local_pairs)
+        check_batches(image_features, None if may_wait else self._local_pairs, index)
         self._local_pairs = pairs = len(image_features)
         if self.needs_negatives and pairs * world_size() < 2:
             raise ValueError(f"image_features: a global batch of {pairs} pair(s) has no negatives; 2 are needed")

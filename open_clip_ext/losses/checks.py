@@ -88,11 +88,13 @@ def checked_keys(loss: Any, batch: int, **arguments: Tensor | None) -> dict[str,
     return keys
 
 
-def check_equal_batches(features: Tensor, before: int | None) -> None:
-    """Raise ValueError if processes have different batch sizes: gathering would abort (gloo) or hang (nccl).
+def check_batches(features: Tensor, before: int | None, index: Tensor | None) -> None:
+    """Raise ValueError if processes have different batch sizes, with which gathering would abort (gloo) or hang (nccl);
+    or in training the same rows, as under tensor parallelism: a pair's copy would be its negative.
 
     Args:
         before: the size of all processes in the step before, if known; then nothing is sent unless it has changed.
+        index: rows of the samples, if known.
     """
     size = len(features)
     if world_size() == 1 or size == before or features.is_meta:  # a meta tensor has no value to compare
@@ -107,6 +109,13 @@ def check_equal_batches(features: Tensor, before: int | None) -> None:
             raise ValueError(str(error)) from None
     if len(set(sizes)) > 1:
         raise ValueError(f"image_features: the processes have batches of {sizes} pairs; give each as many")
+    if before is None and index is not None and torch.is_grad_enabled():
+        batches = len(all_gather(index.to(features.device)).view(world_size(), size).unique(dim=0))
+        if batches < world_size():
+            raise ValueError(
+                f"index: {world_size()} processes have {batches} different batches; each process of the default group, "
+                "also with tensor or context parallelism, needs pairs of its own"
+            )
 
 
 def check_logit_scale(scale: Tensor, warns: bool, may_wait: bool) -> None:

@@ -4,15 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from open_clip_ext.distributed import rank
+from open_clip_ext.distributed import LocalTensors, rank
 from open_clip_ext.options import Part
 
 STATE_FORMAT = 1  # of `full_state`
 
 
-class LossState(Part, nn.Module):
+class LossState(Part, LocalTensors):
     """Base of `Loss`: state that follows the batches' device and dtype, and that a checkpoint restores.
 
     Attributes:
@@ -21,14 +21,13 @@ class LossState(Part, nn.Module):
         dimension: of the embeddings, once known.
     """
 
-    _like: Tensor
+    local_tensors = ("_like",)
 
     def __init__(self, **options: Any):
         super().__init__(**options)
         self.steps = 0
         self.dimension = 0
-        # Empty; its device and dtype are the state's.
-        self.register_buffer("_like", torch.empty(0), persistent=False)
+        self._like = torch.empty(0)  # its device and dtype are the state's
 
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
         self.dimension = dimension
@@ -98,7 +97,17 @@ class LossState(Part, nn.Module):
             self.materialize(int(state["dimension"]), self._like.device, dtype)
 
     def get_extra_state(self) -> dict[str, Any]:
-        return self.full_state()
+        state = self.full_state()
+        return state if rank() else state | {"tensors": number_of_tensors(state)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
+        if (count := number_of_tensors(state)) != state.get("tensors", count):
+            raise ValueError(
+                f"state: {count} of its {state['tensors']} tensors; save it by torch.save, as "
+                "torch.distributed.checkpoint loads only those that the loss has already, and a new loss has none"
+            )
         self.load_full_state(state)
+
+
+def number_of_tensors(state: dict[str, Any]) -> int:
+    return sum(isinstance(value, Tensor) for value in state.values())

@@ -13,8 +13,8 @@ class Normalizer(Part, nn.Module):
     """Base class of the estimators.
 
     `materialize` allocates the state, `update` updates it once per optimizer step, and `forward` then returns alpha of
-    this process's anchors. State is kept in buffers on the device; only `full_state` and `load_full_state` may wait for
-    the device.
+    this process's anchors. State is kept on the device, in buffers if equal on every process, else in
+    `LocalTensors`; only `full_state` and `load_full_state` may wait for the device.
 
     Class attributes, in addition to those of `Part`:
         differentiable: whether alpha is a function of the embeddings; the constructor then takes `eps` and `surrogate`.

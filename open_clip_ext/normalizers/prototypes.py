@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from open_clip_ext.batch import Batch, log_mean
-from open_clip_ext.distributed import gather_rows, on_first, rank, world_size
+from open_clip_ext.distributed import LocalTensors, gather_rows, on_first, rank, world_size
 from open_clip_ext.kernels.log_sum import Keys, log_sum, number_of_equals
 from open_clip_ext.kernels.prototype_gradient import PrototypeGradient
 from open_clip_ext.normalizers.npn import NPN
@@ -52,7 +52,7 @@ from open_clip_ext.step_graph import StepGraph
 TRAINED_ON = ("all_image", "all_text", "all_tau", "all_positives", "all_log_batch", "finite", "keys")  # of a batch
 
 
-class Prototypes(RingNormalizer, NPN):
+class Prototypes(RingNormalizer, NPN, LocalTensors):
     """The NPN of NeuCLIP. Memory: weights, gradients and ring of 2 * m * d float32 each, and the optimizer's state.
 
     A reset sets prototype i to the pair at position i of the ring.
@@ -67,7 +67,8 @@ class Prototypes(RingNormalizer, NPN):
     npn_split: bool | None = option(Derived("on GPUs if counted faster"), "shard the prototypes over the processes")
     npn_graph: bool | None = option(Derived("on GPUs, unless split"), "launch a step's updates as one CUDA graph")
     _samples, _steps_per_pass = 0, 1  # of a pass over the data, if known
-    keys: Tensor | None  # of the samples that they were drawn from, (m,) int64; None while batches have none
+    local_tensors = ("keys",)
+    keys: Tensor | None = None  # of the samples that they were drawn from, (m,) int64; None while batches have none
 
     @classmethod
     def complete(cls, settings: dict, epochs: int | None, explicit: Collection[str]) -> None:
@@ -96,7 +97,6 @@ class Prototypes(RingNormalizer, NPN):
         self.check_memory(dimension, device, world_size())
         self.split = self._splits(dimension, device) and world_size() > 1
         self.ring = EmbeddingRing(self.capacity, dimension, device, dtype, self.split)
-        self.register_buffer("keys", None, persistent=False)
         self.update_graph = StepGraph("npn_graph") if self._has_graph(device) else None
         return SideModel({"weight": torch.zeros_like(self.ring.rows)}, **training)
 

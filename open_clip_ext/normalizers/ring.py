@@ -3,16 +3,16 @@
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from open_clip_ext.batch import Batch
-from open_clip_ext.distributed import rank, world_size
+from open_clip_ext.distributed import LocalTensors, rank, world_size
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers.base import Normalizer
 from open_clip_ext.surrogates import Identity, Surrogate
 
 
-class EmbeddingRing(nn.Module):
+class EmbeddingRing(LocalTensors):
     """The latest m pairs of embeddings, (2, m, d): [0] texts, the negatives of image anchors; [1] images.
 
     Args:
@@ -22,8 +22,7 @@ class EmbeddingRing(nn.Module):
         split: whether process r keeps the places r, r + W, r + 2W, ... alone.
     """
 
-    rows: Tensor
-    keys: Tensor | None
+    local_tensors = ("rows", "keys")
 
     def __init__(
         self, capacity: int, dimension: int, device: torch.device, dtype: torch.dtype, split: bool = False
@@ -31,10 +30,9 @@ class EmbeddingRing(nn.Module):
         super().__init__()
         self.capacity = capacity
         self._first, self._step = (rank(), world_size()) if split else (0, 1)
-        rows = torch.zeros(2, self._num_local(capacity), dimension, device=device, dtype=dtype)
-        rows[:, :, 0] = 1  # unit vectors, also where a batch that is not finite fills them
-        self.register_buffer("rows", rows, persistent=False)
-        self.register_buffer("keys", None, persistent=False)  # (m,) int64, once a batch has keys
+        self.rows = torch.zeros(2, self._num_local(capacity), dimension, device=device, dtype=dtype)
+        self.rows[:, :, 0] = 1  # unit vectors, also where a batch that is not finite fills them
+        self.keys: Tensor | None = None  # (m,) int64, once a batch has keys
         self.active = 0  # number of filled rows
         self.head = 0  # position of the next row
 

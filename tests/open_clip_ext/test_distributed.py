@@ -64,6 +64,7 @@ LOSSES = {
     "clip-chunked": ("clip-chunked", {}),
     "siglip-chunked": ("siglip-chunked", {}),
 }
+ONE_OF_EACH_STATE = ["table", "individual", "tempnet", "queue, keys", "split, keys", "mlp", "clip-chunked"]
 ACCUMULATIONS = {2: (1, 4), 3: (2,), 4: (1,)}  # by the number of processes
 # Three divides neither the 101 rows nor 80 or 83 prototypes.
 WORLDS = [3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4))]
@@ -94,6 +95,17 @@ class Model(torch.nn.Module):
     def forward(self, image, text):
         features = [self.encoders[name](x) for name, x in (("image", image), ("text", text))]
         return *(torch.nn.functional.normalize(x, dim=1) for x in features), self.logit_scale.exp(), self.logit_bias
+
+
+class WithLoss(torch.nn.Module):
+    """Model and loss in one module."""
+
+    def __init__(self, model, loss):
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, image, text, **more):
+        return self.loss(*self.model(image, text), **more)
 
 
 def train(name, rank, world, accum_freq=1, start=None):
@@ -185,6 +197,26 @@ def first_gradients(name, rank, world, dtype, jitter=None):
     inputs = image[local].to(dtype), text[local].to(dtype)
     loss(*wrapped(*inputs), index=index[local], **more_of(name, loss, *inputs)).backward()
     return {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
+
+
+def train_within(name, rank, world):
+    """As `train`, with the loss in the module that DistributedDataParallel wraps."""
+    loss = create_loss(LOSSES[name][0], **LOSSES[name][1])
+    loss.set_epoch(0)
+    model = Model().double()
+    model.logit_scale.requires_grad_(loss.trains_logit_scale)
+    model.logit_bias.requires_grad_(loss.takes_bias)
+    wrapped = torch.nn.parallel.DistributedDataParallel(WithLoss(model, loss))
+    lr = 0.002 if "unscaled" in name or "joint" in name else 0.1
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+    values = []
+    for step in range(STEPS):
+        image, text, index = (tensor[local_part(rank, world)] for tensor in global_batch(step))
+        optimizer.zero_grad()
+        values.append(wrapped(image, text, index=index, **more_of(name, loss, image, text)))
+        values[-1].backward()
+        optimizer.step()
+    return {"values": torch.stack(values).detach(), "state": loss.full_state()}
 
 
 def distance(gradients, exact):
@@ -304,15 +336,17 @@ def check_a_state_of_the_first_alone(rank, world):
             assert (table.gather() is None) == (rank != 0)
 
 
-def check_unequal_batches(rank, world):
+def check_batches_of_processes(rank, world):
     image, text = (unit(torch.Generator(), 4 + rank, 8) for _ in range(2))
     if world > 1:
         with pytest.raises(ValueError, match=f"batches of {re.escape(str([4 + r for r in range(world)]))} pairs"):
             create_loss("queue", epochs=1)(image, text, torch.tensor(10.0))
         loss, tau = create_loss("fastclip-v1", num_samples=ROWS, epochs=1), torch.tensor(10.0)
         loss.set_epoch(0)
+        with pytest.raises(ValueError, match=f"index: {world} processes have {world - 1} different batches"):
+            loss(image[:4], text[:4], tau, index=torch.arange(4) + min(rank, world - 2))
         for pairs in (4, 3):  # of all processes
-            loss(image[:pairs], text[:pairs], tau, index=torch.arange(pairs))
+            loss(image[:pairs], text[:pairs], tau, index=torch.arange(pairs) + rank)
         soon = timedelta(seconds=0.3)
         if rank == 1:  # the others would wait for it
             with patch.multiple(distributed, SOON=soon, AT_LAST=soon), pytest.raises(
@@ -343,7 +377,7 @@ def process(rank, world, port, folder):
         with patch.object(ShardedRows, "DTYPE", torch.float64):
             torch.save(results_of(rank, world, alone), f"{folder}/{rank}.pt")
         check_a_state_of_the_first_alone(rank, world)
-        check_unequal_batches(rank, world)
+        check_batches_of_processes(rank, world)
     finally:
         dist.destroy_process_group()
 
@@ -355,6 +389,8 @@ def results_of(rank, world, alone):
             results[f"{name}, {accum_freq}"] = train(name, rank, world, accum_freq)
         results[f"{name}, float32"] = first_gradients(name, rank, world, torch.float32)
         results[f"{name}, resumed"] = train(name, rank, world, start=alone[name])
+        if name in ONE_OF_EACH_STATE:
+            results[f"{name}, within"] = train_within(name, rank, world)
     results["amorlip"] = amortize(rank, world)
     return results
 
@@ -417,6 +453,16 @@ def test_processes_agree_with_one(name, world, several, alone):
     for rank, results in enumerate(several):
         for accum_freq in ACCUMULATIONS[world]:
             agree(results[f"{name}, {accum_freq}"], alone[name], has_state=rank == 0)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_STATE)
+def test_the_loss_may_be_within_the_wrapped_model(name, several, alone):
+    """DistributedDataParallel overwrites each process's buffers with process 0's, and averages gradients."""
+    for rank, results in enumerate(several):
+        within = results[f"{name}, within"]
+        torch.testing.assert_close(within["values"], alone[name]["values"], **FLOAT64)
+        if rank == 0:
+            same_state(within["state"], alone[name]["state"])
 
 
 @pytest.mark.parametrize("name", LOSSES)

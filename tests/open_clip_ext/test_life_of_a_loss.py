@@ -91,6 +91,21 @@ def test_an_evaluation_may_come_first_and_moves_nothing(name):
     same_state(loss.full_state(), before)
 
 
+@ALL
+@pytest.mark.parametrize("accum_freq", [1, 2])
+def test_features_may_be_of_inference_mode(name, accum_freq):
+    """As a locked tower's, or cached embeddings."""
+    loss, plain = make(name, accum_freq=accum_freq), make(name, accum_freq=accum_freq)
+    for seed in range(4):
+        with torch.inference_mode():
+            image, _, scale = features(seed)
+        _, text, _ = features(seed)
+        index = rows(seed // 2)
+        loss(image, text, scale, index=index).backward()
+        (expected,) = torch.autograd.grad(plain(*(same := features(seed)), index=index), same[1])
+        torch.testing.assert_close(text.grad, expected)
+
+
 @pytest.mark.parametrize(
     "name, options",
     [
@@ -506,6 +521,19 @@ def test_the_length_of_a_training_counts_after_loading_too():
     other.set_steps_per_pass(10, 4)
     (group,) = other.normalizer.network.optimizer.param_groups
     assert group["lr"] == pytest.approx((40 / 77_000) ** 0.5) and f"{group['lr']:.2g}" in other.description()
+
+
+@ONE_OF_EACH
+def test_a_state_without_some_of_its_tensors_is_refused(name):
+    """torch.distributed.checkpoint loads the entries that a new loss's state has already, without a word."""
+    loss, new = make(name), make(name)
+    step(loss)
+    saved, loaded = (other.state_dict()["_extra_state"] for other in (loss, new))
+    if missing := saved.keys() - loaded.keys():
+        with pytest.raises(ValueError, match=r"of its \d+ tensors; save it by torch\.save"):
+            new.load_state_dict({"_extra_state": {key: saved[key] for key in loaded}})
+        assert new.steps == 0
+    assert bool(missing) == (name not in ("fastclip-v3", "isogclr", "cyclip"))
 
 
 def test_row_files_are_checked_from_either_form_of_the_state(tmp_path):
