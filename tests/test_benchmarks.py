@@ -66,8 +66,9 @@ def test_a_benchmark_runs(name, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "batch, name, operations, megabytes",
     [
-        (512, "fastclip-v3", 250, 50), (512, "neuclip", 720, 90),
-        (4096, "fastclip-v3", 400, 600), (4096, "neuclip", 1200, 720),
+        (64, "clip-chunked", 75, 5), (64, "queue", 225, 40),
+        (512, "fastclip-v3", 160, 50), (512, "neuclip", 620, 90),
+        (4096, "fastclip-v3", 320, 600), (4096, "neuclip", 960, 720),
     ],
 )  # fmt: skip
 def test_a_step_on_eight_gpus_asks_for_no_more(batch, name, operations, megabytes):

@@ -141,16 +141,6 @@ def test_a_batch_that_is_not_finite_leaves_the_keys_of_the_embeddings_that_stay(
     assert loss.normalizer.ring.keys.tolist() == [*range(8)]
 
 
-def test_an_earlier_versions_state_gets_vectors_where_it_had_none():
-    """Its empty places are zeros, which a first batch that is not finite would make negatives."""
-    loss, resumed = (create_loss("queue", queue_size=8) for _ in range(2))
-    batches(loss, 1, size=3)
-    state = loss.full_state()
-    state["state.ring"][:, 3:] = 0
-    resumed.load_full_state(state)
-    torch.testing.assert_close(resumed.normalizer.ring.rows.norm(dim=2), torch.ones(2, 8).double())
-
-
 def batches(loss, number, seed=0, size=20):
     """The last value of some steps."""
     generator = torch.Generator().manual_seed(seed)
