@@ -45,9 +45,8 @@ def try_start(args: Namespace) -> None:
     Raises:
         InputError: one line with the flag and OpenCLIP's error.
     """
-    for model in filter(None, (args.model, args.distill_model)):
-        if ":" in model or "hf_model_name" in (known_config(model) or {}).get("text_cfg", {}):
-            return  # it needs a download
+    if needs_download(args):
+        return
     error = failure(args)
     if error is None:
         return
@@ -63,12 +62,30 @@ def try_start(args: Namespace) -> None:
             raise in_words(error, args, name) from error
 
 
-def failure(args: Namespace) -> Exception | None:
-    """What OpenCLIP's main raises before its first step; None if nothing, or if only the meta device is to blame."""
+def needs_download(args: Namespace) -> bool:
+    models = filter(None, (args.model, args.distill_model))
+    return any(":" in name or "hf_model_name" in (known_config(name) or {}).get("text_cfg", {}) for name in models)
+
+
+def tried_models(args: Namespace) -> list[Any]:
+    """The model in training as OpenCLIP's main makes it, without memory for its weights, and the reference model if
+    there is one; [] if one of them needs a download."""
+    models: list[tuple[Any, Callable]] = []
+    if not needs_download(args):
+        failure(args, models)
+    return [model for model, _ in models]
+
+
+def failure(args: Namespace, models: list[tuple[Any, Callable]] | None = None) -> Exception | None:
+    """What OpenCLIP's main raises before its first step; None if nothing, or if only the meta device is to blame.
+
+    Args:
+        models: gets the models, with their transforms of images for training.
+    """
     module = hosts.installed().main()
     main, names = module.__name__, vars(module)
     tried = Namespace(**{**vars(args), **{name: value for name, value in WITHOUT.items() if name in args}})
-    models: list[tuple[Any, Callable]] = []  # with their transforms of images for training
+    models = [] if models is None else models
 
     def init_distributed_device(args: Namespace) -> torch.device:
         args.distributed, args.rank, args.local_rank, args.world_size = False, 0, 0, 1
