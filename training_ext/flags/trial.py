@@ -45,9 +45,8 @@ def try_start(args: Namespace) -> None:
     Raises:
         InputError: one line with the flag and OpenCLIP's error.
     """
-    for model in filter(None, (args.model, args.distill_model)):
-        if ":" in model or "hf_model_name" in (known_config(model) or {}).get("text_cfg", {}):
-            return  # it needs a download
+    if needs_download(args):
+        return
     error = failure(args)
     if error is None:
         return
@@ -63,12 +62,30 @@ def try_start(args: Namespace) -> None:
             raise in_words(error, args, name) from error
 
 
-def failure(args: Namespace) -> Exception | None:
-    """What OpenCLIP's main raises before its first step; None if nothing, or if only the meta device is to blame."""
+def needs_download(args: Namespace) -> bool:
+    models = filter(None, (args.model, args.distill_model))
+    return any(":" in name or "hf_model_name" in (known_config(name) or {}).get("text_cfg", {}) for name in models)
+
+
+def tried_models(args: Namespace) -> list[Any]:
+    """The model in training as OpenCLIP's main makes it, without memory for its weights, and the reference model if
+    there is one; [] if one of them needs a download."""
+    models: list[tuple[Any, Callable]] = []
+    if not needs_download(args):
+        failure(args, models)
+    return [model for model, _ in models]
+
+
+def failure(args: Namespace, models: list[tuple[Any, Callable]] | None = None) -> Exception | None:
+    """What OpenCLIP's main raises before its first step; None if nothing, or if only the meta device is to blame.
+
+    Args:
+        models: gets the models, with their transforms of images for training.
+    """
     module = hosts.installed().main()
     main, names = module.__name__, vars(module)
     tried = Namespace(**{**vars(args), **{name: value for name, value in WITHOUT.items() if name in args}})
-    models: list[tuple[Any, Callable]] = []  # with their transforms of images for training
+    models = [] if models is None else models
 
     def init_distributed_device(args: Namespace) -> torch.device:
         args.distributed, args.rank, args.local_rank, args.world_size = False, 0, 0, 1
@@ -81,8 +98,7 @@ def failure(args: Namespace) -> Exception | None:
         ):
             pretrained = None
         kwargs |= {"jit": False, "pretrained_image": False}
-        with torch.device("meta"):
-            built = open_clip.create_model_and_transforms(name, pretrained, **kwargs)
+        built = open_clip.create_model_and_transforms(name, pretrained, **kwargs)
         if not models and args.uses_ext_loss:
             train_temperature(built[0], args)
         models.append(built[:2])
@@ -98,7 +114,8 @@ def failure(args: Namespace) -> Exception | None:
         model, transform = models[0]
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError("no parameter is left to train")
-        pixels = transform(Image.new("RGB", (64, 64)))
+        with torch.device("cpu"):
+            pixels = transform(Image.new("RGB", (64, 64)))
         images = torch.empty(2, *pixels.shape, device="meta", dtype=open_clip.get_input_dtype(args.precision))
         length = model.context_length if hasattr(model, "context_length") else model.text.context_length
         with torch.no_grad():
@@ -125,7 +142,7 @@ def failure(args: Namespace) -> Exception | None:
     if "create_loss" in names and args.uses_ext_loss:
         replacements[main, "create_loss"] = lambda _: None
     with (
-        replaced(replacements), logged(logging.ERROR) as messages, warnings.catch_warnings(),
+        replaced(replacements), logged(logging.ERROR) as messages, warnings.catch_warnings(), torch.device("meta"),
         contextlib.redirect_stdout(io.StringIO()),
     ):
         warnings.simplefilter("ignore")
@@ -136,7 +153,5 @@ def failure(args: Namespace) -> Exception | None:
         except SystemExit:
             return RuntimeError(messages[-1]) if messages else None
         except Exception as error:
-            # Frozen batch norms, which OpenCLIP makes on the CPU, cannot hold values of the meta device.
-            is_of_meta = "meta" in str(error) or "incompatible tensor type" in str(error)
-            return None if is_of_meta or isinstance(error, NotImplementedError) else error
+            return None if "meta" in str(error) or isinstance(error, NotImplementedError) else error
     return None

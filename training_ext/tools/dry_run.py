@@ -1,7 +1,6 @@
 """`--dry-run`: the flags, schedule and memory of a training, computed from its flags and number of samples."""
 
 import copy
-import inspect
 import os
 import shlex
 import shutil
@@ -12,7 +11,6 @@ from math import ceil
 from typing import Any
 
 import open_clip
-import torch
 from open_clip_train import params as open_clip_params
 
 from open_clip_ext import MODEL_CONFIGS, factory
@@ -25,13 +23,13 @@ from training_ext.components.advice import advise, advise_on_captions
 from training_ext.core.loss import build_loss
 from training_ext.core.plan import global_batch, trains, world_info
 from training_ext.core.run import Run
-from training_ext.core.temperature import train_temperature
 from training_ext.data.epochs import check_steps, samples_per_epoch, steps_per_epoch
 from training_ext.data.rows import DataRows, find_rows, kind_of
 from training_ext.data.settings import setting_for
 from training_ext.flags import preflight, val_data
 from training_ext.flags.recipes import Recipe, find
 from training_ext.flags.run_recipe import resolved_flags
+from training_ext.flags.trial import tried_models
 from training_ext.openclip.hosts import starts_from_weights
 from training_ext.openclip.loading import known_config, load_checkpoint, without_warnings
 
@@ -80,7 +78,7 @@ def lines(args: Namespace) -> list[str]:
     if loss is not None:
         loss.limit_to(num_rows)
         preflight.check_batch(loss, args)
-    model = trained_model(args)
+    model, reference, *_ = [*tried_models(args), None, None]
     if resumed is not None and model is not None and has_data:
         check_fits(resumed[0], model, run)
     parts = {} if model is None else model_bytes(args, model)
@@ -92,7 +90,7 @@ def lines(args: Namespace) -> list[str]:
     for name, size in rows.items():
         label = "moving averages" if name.startswith("normalizer") else "temperatures"
         parts[f"loss: {label}, {size} bytes a sample"] = size * (ceil(num_rows / processes) + 1)
-    if args.distill_model and (reference := model_on_meta(args, args.distill_model)) is not None:
+    if reference is not None:
         parts["reference model"] = bytes_of(reference)
     parts["total"] = sum(parts.values())
     if model is not None:
@@ -191,39 +189,8 @@ def recommended(args: Namespace, pairs: int, steps: int) -> list[str]:
     return [_item("settings.md", f"{text}{row.largest_batch(pairs):,}" + (f"; {row.note}" if row.note else ""))]
 
 
-def model_on_meta(args: Namespace, name: str, **forced: Any) -> Any:
-    """The model without memory for its weights; None for one that is not in OpenCLIP's list."""
-    config = known_config(name)
-    if config is None or "hf_model_name" in config["text_cfg"]:
-        return None
-    with without_warnings(), torch.device("meta"):  # that no weights were loaded
-        return open_clip.create_model(name, precision=args.precision, device="meta", output_dict=True, **forced)
-
-
 def bytes_of(model: Any) -> int:
     return sum(tensor.nbytes for tensor in model.state_dict().values())
-
-
-def trained_model(args: Namespace) -> Any:
-    """The model to train, as `model_on_meta`, with its towers and temperature locked as the flags say."""
-    parameters = inspect.signature(open_clip.create_model).parameters
-    forced = {name: value for name, value in vars(args).items() if name.startswith("force_") and name in parameters}
-    size = forced.get("force_image_size")
-    if isinstance(size, (tuple, list)) and len(size) == 1:
-        forced["force_image_size"] = size[0]
-    if args.siglip:
-        forced["init_logit_bias"] = -10.0
-    model = model_on_meta(args, args.model, **forced)
-    if model is None:
-        return None
-    with torch.device("meta"):  # on which batch norms that are frozen are made anew
-        if args.lock_image:
-            model.lock_image_tower(args.lock_image_unlocked_groups, args.lock_image_freeze_bn_stats)
-        if args.lock_text:
-            model.lock_text_tower(args.lock_text_unlocked_layers, args.lock_text_freeze_layer_norm)
-    if args.uses_ext_loss:
-        train_temperature(model, args)
-    return model
 
 
 def check_fits(path: str, model: Any, run: Run) -> None:
