@@ -226,22 +226,27 @@ def refused(ends, tmp_path):
     return refused
 
 
-@pytest.fixture(scope="session")
-def datasets(tmp_path_factory) -> dict[str, str]:
-    """Command lines of 48 training pairs, by kind of data set."""
-    folder = tmp_path_factory.mktemp("data")
-    assert not make_shards(
-        f"shapes --out {folder}/shards --num-samples 48 --val-samples 8 --samples-per-shard 8 --image-size 48".split()
-    )
+def write_pairs(folder: Path, per_shard: int) -> dict[str, str]:
+    """Flags of the same scenes as a csv and as six shards; beside these is one for validation."""
+    sizes = f"--num-samples {6 * per_shard} --val-samples {per_shard} --samples-per-shard {per_shard} --image-size 48"
+    assert not make_shards(f"shapes --out {folder}/shards {sizes}".split())
     (folder / "images").mkdir()
     lines = ["filepath\ttitle"]
-    for row, (image, caption) in enumerate(Scenes(48, image_size=48)):
+    for row, (image, caption) in enumerate(Scenes(6 * per_shard, image_size=48)):
         image.save(folder / "images" / f"{row}.png")
         lines.append(f"{folder}/images/{row}.png\t{caption}")
     (folder / "train.csv").write_text("\n".join(lines))
-    shards = f"--train-data {folder}/shards/train-{{000000..000005}}.tar --dataset-type webdataset"
+    shards = f"--train-data {folder}/shards/train-{{000000..000005}}.tar"
+    return {"csv": f"--train-data {folder}/train.csv", "shards": shards}
+
+
+@pytest.fixture(scope="session")
+def datasets(tmp_path_factory) -> dict[str, str]:
+    """Command lines of 48 training pairs, by kind of data set."""
+    pairs = write_pairs(tmp_path_factory.mktemp("data"), 8)
+    shards = f"{pairs['shards']} --dataset-type webdataset"
     return {
-        "csv": f"--train-data {folder}/train.csv",
+        "csv": pairs["csv"],
         "shards": shards,
         "resampled": f"{shards} --dataset-resampled --train-num-samples 48",
         "shapes": "--dataset-type shapes --train-num-samples 48",

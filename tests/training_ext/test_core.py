@@ -13,7 +13,7 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
-from conftest import SHIPPED, Experiment, ext_main, run_main
+from conftest import SHIPPED, Experiment, ext_main, run_main, write_pairs
 from torch.nn.functional import cross_entropy
 
 import training_ext.components
@@ -39,20 +39,7 @@ WITH_HEAD = "--with words_head --words-head 0.5"
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> dict[str, str]:
     """One batch of pairs, as a csv and as six shards."""
-    from make_shards import main as make_shards
-
-    from open_clip_ext.data import Scenes
-
-    folder = tmp_path_factory.mktemp("data")
-    assert not make_shards(
-        f"shapes --out {folder} --num-samples {ROWS} --val-samples 4 --samples-per-shard 4 --image-size 48".split()
-    )
-    lines = ["filepath\ttitle"]
-    for row, (image, caption) in enumerate(Scenes(ROWS, image_size=48)):
-        image.save(folder / f"{row}.png")
-        lines.append(f"{folder}/{row}.png\t{caption}")
-    (folder / "train.csv").write_text("\n".join(lines))
-    return {"csv": f"--train-data {folder}/train.csv", "shards": f"--train-data {folder}/train-{{000000..000005}}.tar"}
+    return write_pairs(tmp_path_factory.mktemp("data"), ROWS // 6)
 
 
 @pytest.fixture(scope="session")
