@@ -56,13 +56,14 @@ def table_of_pairs(rows: Mapping[str, Row], hits: Sequence[dict[str, NDArray] | 
 
     for label, row in rows.items():
         lines.append(line(label, [(row.metrics[name], row.metrics[f"{name}_error"]) for name in NAMES]))
-    if others:
-        lines.append(f"difference to {baseline} on the same images, ± 95 % interval; one within its ± may be chance")
-    for label, own in zip(others, hits[1:], strict=True):
-        if own is None or hits[0] is None:
+    differences = []
+    for label, hits_of_label in zip(others, hits[1:], strict=True):
+        if hits_of_label is None or hits[0] is None:
             continue
-        gaps = [paired_difference(own[name], hits[0][name]) for name in NAMES]
-        is_equal = own[WEIGHTS] == hits[0][WEIGHTS]
+        gaps = [paired_difference(hits_of_label[name], hits[0][name]) for name in NAMES]
         cells = line(label, [(gap, CONFIDENCE_95 * error) for gap, error in gaps], "+")
-        lines.append(f"{label:{wide}}    the same weights" if is_equal else cells)
-    return "\n".join(lines)
+        is_equal = hits_of_label[WEIGHTS] == hits[0][WEIGHTS]
+        differences.append(f"{label:{wide}}    the same weights" if is_equal else cells)
+    if differences:
+        lines.append(f"difference to {baseline} on the same images, ± 95 % interval; one within its ± may be chance")
+    return "\n".join(lines + differences)
