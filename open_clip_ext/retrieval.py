@@ -36,14 +36,18 @@ class Ranks:
         """The expected rank of the first positive, from 0, (q,) float64."""
         return self.above + self.equal.double() / (self.positives + 1)
 
-    def recall(self, k: int) -> float:
-        """Expected fraction of the queries that have a positive among the k most similar candidates."""
+    def hits(self, k: int) -> Tensor:
+        """Probability that a positive is among the k most similar candidates, 0 or 1 but for ties, (q,) float64."""
         missed = torch.ones_like(self.above, dtype=torch.float64)
         for rank in range(k):
             # Of the equal candidates, those that are no positives and may stand at this rank.
             non_positives = (self.above + self.equal - rank).clamp(min=0).double()
             missed *= torch.where(rank < self.above, 1.0, non_positives / (non_positives + self.positives))
-        return float((1 - missed).mean())
+        return 1 - missed
+
+    def recall(self, k: int) -> float:
+        """Expected fraction of the queries that have a positive among the k most similar candidates."""
+        return float(self.hits(k).mean())
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from training_ext.core.loss import build_loss
 from training_ext.data.seen_captions import SeenCaptions, see
 from training_ext.flags.params import parse_args
 from training_ext.openclip.hosts import starts_from_weights
+from training_ext.tools.dry_run import recommended
 
 COMMON = "--dataset-type shapes --train-num-samples 300 --model ViT-test --batch-size 64 --lr 1e-3"
 
@@ -126,6 +127,16 @@ def test_a_network_on_pretrained_weights_is_told_to_be_slow(flags, rate):
 )  # fmt: skip
 def test_a_rho_that_some_weights_reach_is_left_alone(flags):
     assert told(f"--loss {flags} --warmup 5 --epochs 20", steps_per_epoch=10) == []
+
+
+@pytest.mark.parametrize("loss, counted", [("neuclip --npn-prototypes 100", False), ("fastclip-v3", True)])
+def test_the_length_of_an_epoch_is_not_called_the_size_of_the_data(loss, counted):
+    """Shards are counted for a loss that keeps something per sample."""
+    flags = f"{COMMON} --dataset-type webdataset --train-data x.tar --dataset-resampled --loss {loss} --rho 5.8"
+    args = parse_args(flags.split())
+    texts = [*advise(args, 300, 10), *recommended(args, 300, 10)]
+    for number in ("300 samples", "300 pairs"):
+        assert [f"{number} per epoch" in text for text in texts if number in text] == [not counted]
 
 
 def test_visits_are_passes_over_the_data_not_epochs():

@@ -87,6 +87,8 @@ CASES = [
     (f"{OURS} --split-rows-above 1 --remote-sync x", "--split-rows-above: 1 with --remote-sync"),
     (f"{CLIP} --keep-best clip_val_loss --remote-sync x --remote-sync-protocol fsspec", "clip_val_loss with"),
     (f"{CLIP} --report-to nonsense", "--report-to: 'nonsense' is not wandb"),
+    (f"{CLIP} --report-to wandb", "--report-to: 'wandb' needs wandb, which is not installed; pip install wandb"),
+    (f"{CLIP} --report-to all", "--report-to: 'all' needs wandb"),
     (f"{CLIP} --fsdp --zeroshot-data x", "--zeroshot-data: 'x' with --fsdp"),
     (f"{OURS} --fsdp --osr-epochs 1", "--osr-epochs: 1 with --fsdp"),
     (f"{OURS} --fsdp --keep-best x", "--keep-best: 'x' with --fsdp"),
@@ -106,6 +108,7 @@ def is_known(arguments: str) -> bool:
 def given(monkeypatch, arguments: str):
     args = parse_args(arguments.split())
     prepare_shapes(args)
+    monkeypatch.setattr(hosts.installed().main(), "wandb", None)  # as where it is not installed
     monkeypatch.setenv("WORLD_SIZE", "2" if "--fsdp" in arguments or "amorlip" in arguments else "1")
     return args
 

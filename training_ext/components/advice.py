@@ -16,7 +16,7 @@ from training_ext.core.loss import build_loss
 from training_ext.core.plan import global_batch
 from training_ext.core.temperature import trains_logit_scale
 from training_ext.data.keys import has_keys
-from training_ext.data.rows import DataRows
+from training_ext.data.rows import DataRows, counts_an_epoch
 from training_ext.data.seen_captions import SeenCaptions
 from training_ext.data.settings import FEWEST_STEPS, recommended_lr_tau
 from training_ext.data.usual import unusual
@@ -173,7 +173,8 @@ def _on_rho(args: Namespace, num_samples: int) -> Iterator[str]:
     modalities = 1 if args.negatives == "cross" else 2
     batch = global_batch(args)
     of_batch, of_data = (log(modalities * max(1, number - 1)) for number in (batch, num_samples))
-    limit, where, what = of_data, f"{num_samples} samples", "nothing keeps the temperature from falling"
+    samples = f"{num_samples} samples{' per epoch' if counts_an_epoch(args) else ''}"
+    limit, where, what = of_data, samples, "nothing keeps the temperature from falling"
     if args.normalizer == "batch":
         limit, where = of_batch, f"the estimates of batches of {batch}"
     elif args.rho < of_data and args.temperature == "individual" and args.tau_optimizer == "momentum":

@@ -45,6 +45,12 @@ def needs_index(args: Namespace) -> bool:
     return args.uses_ext_loss and any(part.needs_index for part in factory.parts_of(args.loss, vars(args)))
 
 
+def counts_an_epoch(args: Namespace) -> bool:
+    """Whether n is --train-num-samples, the length of an epoch, since a loss without rows leaves shards uncounted."""
+    is_given = "train_num_samples" in args.given_flags
+    return is_given and kind_of(args, args.train_data or "") == "webdataset" and not needs_index(args)
+
+
 def find_rows(args: Namespace) -> DataRows:
     """Find the rows of `--train-data`; reads headers and captions, writes nothing but the cache of shard sizes.
 

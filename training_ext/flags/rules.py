@@ -21,10 +21,8 @@ from training_ext.core.temperature import trains_logit_scale
 from training_ext.data.keys import key_name
 from training_ext.data.rows import kind_of, needs_index
 from training_ext.flags.reference import is_unlike_reference
-from training_ext.openclip.hosts import has_lora
+from training_ext.openclip.hosts import has_lora, loggers
 from training_ext.openclip.loading import CAPTIONING, beyond_towers, known_config
-
-LOGGERS = ("none", "wandb", "tensorboard", "all")
 
 
 class Given(Namespace):
@@ -126,6 +124,15 @@ def needs_whole_model(name: str, form: str = "!r") -> Rule:
         lambda run: run.shards_model and getattr(run, name),
         f"{{{name}{form}}} with --fsdp, which shards the weights; leave one out",
     )
+
+
+def unusable_logger(run: Given) -> str | None:
+    installed = loggers()
+    if not set(run.loggers) <= {*installed, "all", "none"}:
+        return f"is not {', '.join(installed)}, several with commas, or all, so nothing would be reported"
+    named = {*run.loggers, *(("wandb", "tensorboard") if "all" in run.loggers else ())}
+    missing = (name for name in installed if name in named and not installed[name])
+    return next((f"needs {name}, which is not installed; pip install {name}" for name in missing), None)
 
 
 def trained_on(run: Given) -> str | None:
@@ -306,12 +313,7 @@ RULES = (
         lambda run: run.keep_best is not None and run.remote_sync is not None and run.remote_sync_protocol == "fsspec",
         "{keep_best} with --remote-sync-protocol fsspec, which does not copy a changed file of the same size; give s3",
     ),
-    # Logs
-    Rule(
-        "report_to",
-        lambda run: not set(run.loggers) <= set(LOGGERS),
-        "{report_to!r} is not wandb, tensorboard, wandb,tensorboard or all, so nothing would be reported",
-    ),
+    Rule("report_to", unusable_logger, "{report_to!r} {wrong}"),
     # The task loop
     Rule(
         "torchcompile_strategy",

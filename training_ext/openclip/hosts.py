@@ -51,6 +51,12 @@ def taken(function: Callable, **kwargs: Any) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name in parameters}
 
 
+def loggers() -> dict[str, bool]:
+    """By the names of --report-to whether the logger's package is installed."""
+    main = vars(hosts.installed().main())
+    return {name: main[name] is not None for name in ("wandb", "tensorboard", "trackio") if name in main}
+
+
 def has_lora(run: Any) -> bool:
     """Whether low-rank additions freeze towers, without a lock of OpenCLIP's."""
     return getattr(run, "lora_rank", None) is not None

@@ -1,6 +1,6 @@
-"""Metrics of classification and association: pure functions of numpy arrays, in float64.
+"""Metrics of classification and association, and the comparison of recalls: pure functions of numpy arrays, in float64.
 
-Shapes: N = samples, C = classes. Every value returned is in [0, 1].
+Shapes: N = samples, C = classes, I = images. Metrics are in [0, 1].
 """
 
 import numpy as np
@@ -67,3 +67,18 @@ def jaccard_of_picks(similarities: NDArray, is_association: NDArray) -> float:
     picks = np.argsort(-similarities, kind="stable")[: is_association.sum()]
     hits = is_association[picks].sum()
     return float(hits / (2 * len(picks) - hits))
+
+
+def paired_difference(hits: NDArray, baseline: NDArray) -> tuple[float, float]:
+    """Recall less that of another model on the same queries, and the standard error of this difference.
+
+    Images are independent, queries of the same image are not. As in `standard_error`, one more image in favor of each
+    model counts, so that the error is not zero where all queries agree.
+
+    Args:
+        hits, baseline: (2, I) each model's hits among the queries of an image, and the number of these queries.
+    """
+    gaps, queries = hits[0] - baseline[0], hits[1]
+    difference = gaps.sum() / queries.sum()
+    deviations = (gaps - difference * queries) / queries.mean()
+    return float(difference), float(np.sqrt((deviations @ deviations + 2) / (len(gaps) + 2) / len(gaps)))

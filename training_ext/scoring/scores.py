@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,11 +32,14 @@ class Score:
         metrics: in [0, 1]; `main_metric` is the score, None for the user's own data.
         samples: number of samples.
         confusion: matrix (C, C) of counts for the user's own classes: row the class, column the prediction.
+        hits: for the user's own pairs, by the name of each recall the hits among an image's queries and the number of
+            these, (2, images).
     """
 
     metrics: dict[str, Any]
     samples: int
     confusion: NDArray | None = None
+    hits: dict[str, NDArray] | None = None
 
 
 def open_task(task: Task, folder: str, args: Namespace = NO_FLAGS) -> Source:
@@ -80,7 +83,7 @@ def score(encoder: Encoder, task: Task, source: Source) -> Score | None:
         raise source.wrong(
             f"{source.folder!r}: {task.name} has no {task.main_metric}, only {', '.join(result.metrics)}"
         )
-    return Score(result.metrics | {"main_metric": main}, result.samples, result.confusion)
+    return replace(result, metrics=result.metrics | {"main_metric": main})
 
 
 def classify(encoder: Encoder, task: Task, source: Source) -> Score | None:
@@ -171,13 +174,18 @@ def retrieve(encoder: Encoder, task: Task, source: Source) -> Score | None:
     unique_images = torch.stack([image[number] for number in first_numbers.values()])
     images, texts = retrieval_ranks(unique_images, torch.cat(text), of)
     results: dict[str, Any] = {}
-    for name, ranks in (("image", texts), ("text", images)):
+    hits: dict[str, NDArray] = {}
+    for name, ranks, image_of_query in (("image", texts, of), ("text", images, torch.arange(len(first_numbers)))):
         for k in RECALLS:
-            recall = ranks.recall(k)
-            results[f"{name}_retrieval_recall@{k}"] = recall
+            key, recall, of_queries = f"{name}_retrieval_recall@{k}", ranks.recall(k), ranks.hits(k)
+            results[key] = recall
             # The captions of an image share its embedding, so they do not count as independent.
-            results[f"{name}_retrieval_recall@{k}_error"] = standard_error(recall, len(first_numbers))
-    return Score(results | {"mean_recall@1": (texts.recall(1) + images.recall(1)) / 2}, len(first_numbers))
+            results[f"{key}_error"] = standard_error(recall, len(first_numbers))
+            of_queries = torch.stack([of_queries, torch.ones_like(of_queries)])
+            of_images = of_queries.new_zeros(2, len(first_numbers)).index_add(1, image_of_query, of_queries)
+            hits[key] = of_images.numpy()
+    results["mean_recall@1"] = (texts.recall(1) + images.recall(1)) / 2
+    return Score(results, len(first_numbers), hits=hits if task.kind == OWN_PAIRS else None)
 
 
 def associate(encoder: Encoder, task: Task, source: Candidates) -> Score | None:

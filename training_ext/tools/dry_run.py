@@ -24,7 +24,7 @@ from training_ext.core.loss import build_loss
 from training_ext.core.plan import global_batch, trains, world_info
 from training_ext.core.run import Run
 from training_ext.data.epochs import check_steps, samples_per_epoch, steps_per_epoch
-from training_ext.data.rows import DataRows, find_rows, kind_of
+from training_ext.data.rows import DataRows, counts_an_epoch, find_rows, kind_of
 from training_ext.data.settings import setting_for
 from training_ext.flags import preflight, val_data
 from training_ext.flags.recipes import Recipe, find
@@ -185,7 +185,8 @@ def schedule(args: Namespace, samples: int, steps: int, processes: int) -> list[
 def recommended(args: Namespace, pairs: int, steps: int) -> list[str]:
     """What docs/settings.md has for so many pairs, to compare."""
     row = setting_for(pairs, starts_from_weights(args))
-    text = f"for {pairs:,} pairs {row.command(pairs, args.epochs * steps)}, a global batch of at most "
+    number = f"{pairs:,} pairs{' per epoch' if counts_an_epoch(args) else ''}"
+    text = f"for {number} {row.command(pairs, args.epochs * steps)}, a global batch of at most "
     return [_item("settings.md", f"{text}{row.largest_batch(pairs):,}" + (f"; {row.note}" if row.note else ""))]
 
 

@@ -4,15 +4,20 @@ import csv
 import gzip
 import json
 import math
+import re
 import resource
 import shutil
+from itertools import starmap
 from pathlib import Path
 
 import pytest
+import torch
 from json_shards import tar
+from PIL import Image
 
 from open_clip_ext.evaluate import main as evaluate
 from training_ext.scoring.folders import Shards
+from training_ext.tools.evaluation.models import find_checkpoint, load_model
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +73,59 @@ def test_each_form_has_the_scores_of_the_task(evalset, pairs, checkpoints, tmp_p
         assert line["metrics"] == pytest.approx({**task, "main_metric": None})  # in no average
     shown = capsys.readouterr().out
     recall, error = (100 * task[f"text_retrieval_recall@10{end}"] for end in ("", "_error"))
-    assert f", {recall:.2f} ± {error:.2f}; text to image R@1,5,10 " in shown
+    assert "_test, 42 images: recall in %, ± standard error\n" in shown and f" {recall:.2f} ± {error:.2f} " in shown
     share = (task["image_retrieval_recall@5"] * 42 + 1) / 44  # of 42 images, with two captions each
     assert task["image_retrieval_recall@5_error"] == pytest.approx(math.sqrt(share * (1 - share) / 42))
+
+
+def naive_hits(checkpoint: Path, of: dict[str, list[str]]) -> list[list[list[float]]]:
+    """By recall and image, 1 for each query that finds a positive: the image, or its captions."""
+    model, transform, tokenizer = load_model(find_checkpoint(str(checkpoint), None))
+    with torch.inference_mode():
+        images = model.encode_image(torch.stack([transform(Image.open(path)) for path in of]), normalize=True).double()
+        texts = [model.encode_text(tokenizer(captions), normalize=True).double() for captions in of.values()]
+    ranks_of_images, ranks_of_texts = [], []
+    for number, (image, captions) in enumerate(zip(images, texts, strict=True)):
+        others = torch.cat([some for other, some in enumerate(texts) if other != number])
+        ranks_of_images.append([sum(float(image @ other) > float((captions @ image).max()) for other in others)])
+        ranks_of_texts.append([sum(float(text @ other) > float(text @ image) for other in images) for text in captions])
+    sides = (ranks_of_images, ranks_of_texts)
+    return [[[float(rank < k) for rank in ranks] for ranks in side] for side in sides for k in (1, 5, 10)]
+
+
+def naive_difference(hits: list[list[float]], baseline: list[list[float]]) -> str:
+    gaps = [sum(own) - sum(other) for own, other in zip(hits, baseline, strict=True)]
+    counts = [len(own) for own in hits]
+    mean, per_image = sum(gaps) / sum(counts), sum(counts) / len(counts)
+    squares = sum(((gap - mean * count) / per_image) ** 2 for gap, count in zip(gaps, counts, strict=True))
+    return f"{100 * mean:+.2f} ± {196 * math.sqrt((squares + 1 + 1) / (len(gaps) + 2) / len(gaps)):.2f}"
+
+
+def test_checkpoints_are_compared_on_the_same_images(pairs, checkpoints, tmp_path, capsys):
+    """With the captions of an image as one, and also with what an earlier command left."""
+    lines = pairs.read_text().splitlines()[:-9]  # the last images have one caption
+    (tmp_path / "few.csv").write_text("\n".join(lines))
+    of: dict[str, list[str]] = {}
+    for path, caption in csv.reader(lines[1:]):
+        of.setdefault(path, []).append(caption)
+    torch.save({"state_dict": torch.load(checkpoints[0])["state_dict"]}, copy := tmp_path / "copy.pt")
+    given = ["--model", "ViT-test", "--val-data", tmp_path / "few.csv", *COLUMNS, "--out", tmp_path / "out"]
+
+    def shown(*files: Path) -> list[str]:
+        capsys.readouterr()
+        assert not evaluate(list(map(str, [*given, "--workers", "0", "--device", "cpu", "--checkpoint", *files])))
+        return capsys.readouterr().out.partition("few.csv, 42 images")[2].splitlines()
+
+    table = shown(checkpoints[0], copy, checkpoints[1])
+    (place,) = [number for number, line in enumerate(table) if line.startswith("difference to run/epoch_1 on the same")]
+    assert table[place + 1].split() == ["copy", "the", "same", "weights"]
+    both = (naive_hits(checkpoint, of) for checkpoint in (checkpoints[1], checkpoints[0]))
+    assert re.split("  +", table[place + 2]) == ["run/epoch_2", *starmap(naive_difference, zip(*both, strict=True))]
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/run*")}
+    (damaged,) = tmp_path.glob("out/copy*.npz")
+    damaged.write_bytes(b"PK")
+    assert shown(checkpoints[0], copy, checkpoints[1]) == table and len(before) == 4
+    assert before == {path: path.stat().st_mtime_ns for path in before}  # scored once
 
 
 def test_another_column_is_other_data(pairs, checkpoints, tmp_path, caplog):

@@ -10,13 +10,14 @@ import torch
 
 from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.files import whole_file
-from open_clip_ext.retrieval import RECALLS
+from open_clip_ext.recovery import digest_of as digest_of_weights
 from training_ext.core.flags import OneLineParser
 from training_ext.scoring.inference import Encoder
 from training_ext.scoring.pictures import write_confusion
 from training_ext.scoring.scores import open_task, score
 from training_ext.scoring.tasks import OWN, OWN_PAIRS, averages, own_task
 from training_ext.tools.evaluation.arguments import checked_by_first
+from training_ext.tools.evaluation.hits import read_hits, table_of_pairs, write_hits
 from training_ext.tools.evaluation.models import load_model
 from training_ext.tools.evaluation.plan import ALPHAS, LINES, Column, Plan, check, digest_of
 from training_ext.tools.evaluation.results import Row, table
@@ -109,6 +110,9 @@ def evaluate(args: Namespace, device: torch.device, column: Column, folders: Map
         result = score(encoder, task, source)
         if result is None:  # not on process 0
             continue
+        if result.hits is not None:  # before the result, without which they are not used
+            weights = digest_of_weights(encoder.model.state_dict())
+            write_hits(column.hits_path(task.name), result.hits, digest, weights)
         column.results.add(Row(task.key, task.name, result.metrics, result.samples, digest))
         if task.main_metric:
             print(f"{label}: {task.name}: {100 * result.metrics['main_metric']:.2f}", flush=True)
@@ -123,27 +127,22 @@ def finish(plan: Plan) -> None:
     results = [column.results for column in plan.columns]
     if plan.tasks:
         print(table(plan.table, plan.tasks, labels, results, plan.folders))
+    of_pairs: dict[tuple[str, str], dict[str, Column]] = {}  # columns by task and data
     for label, column in zip(labels, plan.columns, strict=True):
         for row in column.results.rows.values():
             if row.key.startswith(f"{OWN_PAIRS}/"):
-                print(f"{label}: {row.name}: {recalls(row)}")
+                of_pairs.setdefault((row.key, row.data), {})[label] = column
             if row.key.startswith(f"{OWN}/"):
                 top1, balanced = (100 * row.metrics[name] for name in ("acc1", "mean_per_class_recall"))
                 print(
                     f"{label}: {row.name}: accuracy {top1:.2f}, balanced accuracy {balanced:.2f} of {row.samples} "
                     f"images; {column.confusion_path(row.name)}"
                 )
+    for (key, data), columns in of_pairs.items():
+        rows = {label: column.results.rows[key] for label, column in columns.items()}
+        hits = [read_hits(column.hits_path(rows[label].name), data) for label, column in columns.items()]
+        print(table_of_pairs(rows, hits))
     print("\n".join(result_file.path for result_file in results), flush=True)
-
-
-def recalls(row: Row) -> str:
-    """The recalls of the user's own pairs in percent, with their standard errors."""
-    parts = []
-    for words, name in (("image to text", "text"), ("text to image", "image")):
-        keys = [f"{name}_retrieval_recall@{k}" for k in RECALLS]
-        values = (f"{100 * row.metrics[key]:.2f} ± {100 * row.metrics[f'{key}_error']:.2f}" for key in keys)
-        parts.append(f"{words} R@{','.join(map(str, RECALLS))} {', '.join(values)}")
-    return f"{'; '.join(parts)} of {row.samples} images"
 
 
 def save_best(args: Namespace, plan: Plan) -> None:

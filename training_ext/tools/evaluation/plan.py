@@ -14,6 +14,7 @@ from training_ext.scoring.folders import Source
 from training_ext.scoring.scores import open_task
 from training_ext.scoring.tasks import DATACOMP, OWN, OWN_PAIRS, Task, own_task, read_tasks
 from training_ext.tools.evaluation.arguments import numbers
+from training_ext.tools.evaluation.hits import read_hits
 from training_ext.tools.evaluation.models import Checkpoint, find_checkpoint, interpolated, load_model
 from training_ext.tools.evaluation.results import Results
 
@@ -38,11 +39,16 @@ class Column:
     def confusion_path(self, name: str) -> str:
         return f"{self.results.path.removesuffix(LINES)}-{name}.png"
 
+    def hits_path(self, name: str) -> str:
+        return f"{self.results.path.removesuffix(LINES)}-{name}.npz"
+
     def lacks(self, task: Task, digest: str) -> bool:
-        """Whether a task has no result, or one of other data, or lacks its picture."""
+        """Whether a task has no result, or one of other data, or lacks its picture or hits."""
         row = self.results.rows.get(task.key)
         if row is None or row.data != digest:
             return True
+        if task.kind == OWN_PAIRS:
+            return read_hits(self.hits_path(task.name), digest) is None
         return task.kind == OWN and not os.path.exists(self.confusion_path(task.name))
 
 
