@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError, MachineError
 from open_clip_ext.main import exit_code
-from training_ext.components.same_data import is_same
+from training_ext.components.same_data import SameData, is_same
 from training_ext.core.component import Components
 from training_ext.core.files import atomic_save
 from training_ext.core.state import KEY, State, entry_of, take_entry
@@ -87,6 +87,8 @@ def test_the_entry_is_taken_out():
         assert entry_of(other) is None
     checkpoint = {"epoch": 1, "optimizer": {"state": 2}, KEY: {"loss": "x"}}
     assert take_entry(checkpoint) == {"loss": "x"} and checkpoint == {"epoch": 1, "optimizer": {"state": 2}}
+    checkpoint["optimizer"][KEY] = {"loss": "x"}  # from before version 0.1
+    assert take_entry(checkpoint)["loss"] == "x" and checkpoint == {"epoch": 1, "optimizer": {"state": 2}}
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -272,8 +274,13 @@ EPOCH = DataRows("webdataset", 48, "names", listing="names")  # --train-num-samp
         (COUNTED, DataRows("webdataset", 96, "others", object(), listing="other names"), False),
         (DataRows("csv", 96, "lines"), DataRows("csv", 96, "lines"), True),
         (DataRows("csv", 96, "lines"), DataRows("csv", 96, "other lines"), False),
+        (DataRows("csv", 96, "lines"), DataRows("csv", 96, "lines and images", captions="lines"), True),
     ],
 )
-def test_shards_that_were_not_counted_are_compared_by_name(saved, now, same):
+@pytest.mark.parametrize("older", [False, True])
+def test_shards_that_were_not_counted_are_compared_by_name(saved, now, same, older):
     state = {"num_rows": saved.num_rows, "digest": saved.digest, "listing": saved.listing}
+    if older:  # by their names only where it has no others
+        state = SameData(parse_args([])).older_state({"num_rows": saved.num_rows, "data_digest": saved.digest})
+        same = same and not (saved is COUNTED and now is EPOCH)
     assert is_same(state, now) == same

@@ -70,7 +70,7 @@ def register(monkeypatch):
 
 
 def state_of(checkpoint: dict) -> dict:
-    return checkpoint[KEY]["state"]
+    return checkpoint.get(KEY, checkpoint["optimizer"].get(KEY))["state"]
 
 
 def assert_alike(one: Experiment, other: Experiment, epoch: int = 4) -> None:
@@ -404,17 +404,18 @@ def broken(kind: type[Component], **attributes) -> type[Component]:
         ("--bare --loss fastclip-v3 --resume {folder}/plain.pt", "trained with OpenCLIP's own loss, not with --loss "),
         ("--bare --loss clip --resume {folder}/ours.pt", "--temperature learnable, not with OpenCLIP's own loss"),
         ("--with spy --loss fastclip-v3 --resume {folder}/with.pt", "with the component head; train with it"),
-        ("--bare --loss fastclip-v3 --resume {folder}/older.pt", "was written by an older open_clip_ext (format 4)"),
+        ("--bare --loss fastclip-v3 --resume {folder}/within.pt", "was saved within an epoch"),
     ],
 )
 def test_refusals(refused, register, tmp_path, flags, message):
     register(Scaled, Spy)
     entry = {"format": 5, "loss": "fastclip-v3", "num_rows": ROWS, "components": {}, "state": {"steps": 1}}
-    entry["parts"] = {"normalizer": "table", "temperature": "learnable"}
+    parts = {"normalizer": "table", "temperature": "learnable"}
+    entry["parts"] = parts
     (tmp_path / "text.pt").write_text("text")
     for name, content in {
         "plain": {}, "ours": {KEY: entry}, "with": {KEY: {**entry, "components": {"head": {}}}},
-        "older": {KEY: {**entry, "format": 4}},
+        "within": {"optimizer": {KEY: {**entry, **parts, "format": 3, "position": {"batches": 3}}}},
     }.items():
         steps = {"global_step": 1} if hosts.installed().HAS_TASKS else {}
         torch.save({"epoch": 1, "state_dict": {}, "optimizer": {}, **steps, **content}, tmp_path / f"{name}.pt")

@@ -1,5 +1,6 @@
 """The rows that reach the loss are those of the samples that the model saw."""
 
+import hashlib
 import io
 import shlex
 import tarfile
@@ -21,6 +22,7 @@ from open_clip_ext.losses import GlobalContrastiveLoss
 from training_ext.components.exact_resume.order import NUMBER, ResumableLoader, Start
 from training_ext.components.recovery import recovered
 from training_ext.core.rows import RowLoader
+from training_ext.core.state import KEY
 from training_ext.core.tags import ROW, Tags
 from training_ext.data.rows import find_rows, kind_of
 from training_ext.data.seeding import AT_BATCH, AT_EPOCH
@@ -157,6 +159,7 @@ def rows_of(folder: Path, images: list[str], captions: list[str] = ("a cat", "a 
 def test_the_digest_of_a_csv_is_that_of_its_captions_and_images_in_order(tmp_path):
     rows = rows_of(tmp_path / "a", PETS)
     assert (rows.kind, rows.num_rows, rows.shards) == ("csv", 3, None)
+    assert rows.captions == hashlib.sha256(b"a cat\x1fa cat\x1fa dog").hexdigest()  # in earlier checkpoints
     moved = rows_of(tmp_path / "elsewhere" / "cat", PETS)
     assert moved == rows
     empty, flags = ["cat/1.png", "", "dog/1.png"], "--max-bad-samples 0.5"
@@ -168,23 +171,30 @@ def test_the_digest_of_a_csv_is_that_of_its_captions_and_images_in_order(tmp_pat
         rows_of(tmp_path / "a", PETS, flags="--several-captions"),
     ]
     assert len({rows.digest, *(other.digest for other in others)}) == 5
+    assert [other.captions == rows.captions for other in others] == [False, True, True, False]
 
 
 def test_statistics_are_not_loaded_for_exchanged_images(tmp_path):
     args = parse_args(f"--loss fastclip-v3 --train-data {tmp_path}/train.csv".split())
     saved = {"identity": recovered.identity(args, rows_of(tmp_path, PETS))}
     own = recovered.identity(args, rows_of(tmp_path, ["cat/2.png", "cat/1.png", "dog/1.png"]))
-    with pytest.raises(InputError, match="was recovered with another data: 3 rows, digest"):
+    with pytest.raises(InputError, match="was recovered with another set of image paths: digest"):
         recovered.check(saved, own, "x.state")
+    del saved["identity"]["set of image paths"]  # as an earlier version
+    recovered.check(saved, own, "x.state")
 
 
 def test_a_training_does_not_resume_on_exchanged_images(run, refused, tmp_path):
     """Of class names as captions, so that the captions alone are the same."""
     flags = f"{LOSSES['isogclr']} --batch-size 3 --epochs 2 --workers 0 --train-data {tmp_path}/train.csv"
-    rows_of(tmp_path, PETS)
+    captions = rows_of(tmp_path, PETS).captions
     path = run("a", flags).path / "checkpoints/epoch_1.pt"
     rows_of(tmp_path, ["cat/2.png", "cat/1.png", "dog/1.png"])
     assert "other captions, or images below the folder of all" in refused(f"{flags} --resume {path} --name b")
+    saved = torch.load(path, weights_only=True)
+    saved[KEY]["components"]["same_data"]["digest"] = captions  # as an earlier version
+    torch.save(saved, path)
+    assert run("b", f"{flags} --resume {path}").log.count("does not say which images its captions had") == 1
 
 
 def test_cells_of_digits_keep_their_zeros(run, tmp_path, monkeypatch):

@@ -388,3 +388,14 @@ def test_a_network_that_gloo_does_not_find(monkeypatch):
             StopRequest()
     finally:
         dist.destroy_process_group()
+
+
+def test_a_checkpoint_of_before_there_were_steps(run, datasets):
+    common = f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0"
+    path = run("a", f"{common} --epochs 1").path / "checkpoints/epoch_1.pt"
+    checkpoint = torch.load(path, weights_only=True)
+    entry = checkpoint.pop("open_clip_ext")
+    old = {"format": 2, "data_digest": entry["components"]["same_data"]["digest"], **entry["parts"]}
+    checkpoint["optimizer"]["open_clip_ext"] = old | {name: entry[name] for name in ("loss", "num_rows", "state")}
+    torch.save(checkpoint, path)
+    assert len(run("b", f"{common} --epochs 2 --resume {path}").logged()) == 6

@@ -34,6 +34,9 @@ class RowFiles(Component):
     def state_dict(self) -> dict[str, Any]:
         return {} if self._folder is None else {"folder": self._folder}
 
+    def older_state(self, entry: dict[str, Any]) -> dict[str, Any]:
+        return {} if entry.get("rows") is None else {"folder": entry["rows"]}
+
     def load_rows(self, loss: Loss, rest: dict[str, Any], state: dict[str, Any], path: str) -> bool:
         folder = row_folders.folder_of(path, state.get("folder"), "--resume")
         row_folders.load_state(loss, rest, folder, path, "--resume")

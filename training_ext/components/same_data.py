@@ -13,6 +13,7 @@ from open_clip_ext.recovery import digest_of
 from training_ext.core.component import Component
 from training_ext.core.state import INSTEAD
 from training_ext.data.rows import DataRows, needs_index
+from training_ext.openclip.loading import warn_once
 
 
 class SameData(Component):
@@ -38,6 +39,11 @@ class SameData(Component):
         state = {"digest": rows.digest, "listing": rows.listing, "num_rows": rows.num_rows, "shard_keys": keys}
         return {**state, "reference": self._reference}
 
+    def older_state(self, entry: dict[str, Any]) -> dict[str, Any]:
+        state = {"digest": entry["data_digest"], "listing": entry.get("data_listing", entry["data_digest"])}
+        state |= {"shard_keys": entry.get("shard_keys", {}), "num_rows": entry["num_rows"]}
+        return state | ({"reference": entry["reference"]} if "reference" in entry else {})
+
     def check_state(self, state: dict[str, Any], path: str) -> None:
         """The same, as far as data and reference model are known: before the start, and when the file is loaded."""
         if not state:
@@ -45,6 +51,8 @@ class SameData(Component):
         rows = self.training.data.rows
         if rows is not None:
             check_rows(state, rows, path, self.args)
+            if self.plan.is_first and state["digest"] == rows.captions:
+                warn_once(f"{path!r} does not say which images its captions had; check that they are the same")
         if self.training.model is not None and state.get("reference", self._reference) != self._reference:
             raise InputError(
                 f"{self.args.distill_pretrained!r} has other weights than the reference model with which "
@@ -59,7 +67,7 @@ def check_rows(state: dict[str, Any], rows: DataRows, path: str, args: Namespace
     if not is_same(state, rows):
         if rows.kind in ("synthetic", "shapes") and num_rows != rows.num_rows:
             raise InputError(f"{rows.num_rows}, but {path!r} has {num_rows}; give {num_rows}", "--train-num-samples")
-        others = "other captions, or images below the folder of all" if rows.kind == "csv" else "other samples"
+        others = "other samples" if rows.captions is None else "other captions, or images below the folder of all"
         raise InputError(
             f"{path!r} was trained on other data ({num_rows} rows; --train-data has "
             f"{rows.num_rows}, or the same number of {others}); {INSTEAD}",
@@ -77,7 +85,7 @@ def check_rows(state: dict[str, Any], rows: DataRows, path: str, args: Namespace
 def is_same(state: dict[str, Any], rows: DataRows) -> bool:
     """Whether the state's training had these rows. If one of the two has not counted its shards, by their names alone,
     since then `num_rows` is the length of an epoch."""
-    if state["digest"] == rows.digest:
+    if state["digest"] in (rows.digest, rows.captions):
         return not rows.counted or rows.num_rows == state["num_rows"]
     both_counted = rows.counted and state["digest"] != state["listing"]
     return not both_counted and rows.listing == state["listing"]

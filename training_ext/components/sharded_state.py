@@ -10,6 +10,7 @@ import torch
 from training_ext.core.component import Component
 from training_ext.core.files import atomic_save
 from training_ext.core.hosts import release
+from training_ext.core.older import of_today
 from training_ext.core.plan import trains
 from training_ext.core.seam import Seam
 from training_ext.data import checkpoint, checkpoint_files
@@ -55,6 +56,7 @@ class ShardedState(Component):
 
     def load(self, original: Callable, task: Any, folder: str, **kwargs: Any) -> int:
         entry = checkpoint.read_sharded_entry(folder)
+        entry = None if entry is None else of_today(entry)
         epoch = original(task, folder, **kwargs)
         if trains(self.args):
             self.training.state.check_entry(os.fspath(folder), entry)

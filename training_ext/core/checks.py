@@ -6,7 +6,7 @@ from typing import Any
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import default_value
-from training_ext.core.state import FORMAT, INSTEAD, PARTS, state_options
+from training_ext.core.state import FORMAT, INSTEAD, PARTS, READABLE, state_options
 
 
 def check_loss(path: str, entry: dict[str, Any] | None, args: Namespace) -> None:
@@ -17,7 +17,7 @@ def check_loss(path: str, entry: dict[str, Any] | None, args: Namespace) -> None
         if args.uses_ext_loss:
             raise InputError(f"{path!r} was trained with {own}, not with {given}; {INSTEAD}", "--resume")
         return
-    if entry["format"] != FORMAT:
+    if entry["format"] not in READABLE:
         age = "a newer" if entry["format"] > FORMAT else "an older"
         wrong = f"{path!r} was written by {age} open_clip_ext (format {entry['format']})"
         raise InputError(f"{wrong}; {INSTEAD}", "--resume")

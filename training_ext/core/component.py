@@ -216,6 +216,10 @@ class Component(WithOptions):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`, before the first epoch."""
 
+    def older_state(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """Its state in a checkpoint's entry from before version 0.1."""
+        return {}
+
     def save_rows(self, loss: Loss, file: str) -> dict[str, Any] | None:
         """Write the loss's rows per sample beside the checkpoint `file`, without its end, and return the rest of its
         state; None: it is written whole. Every process calls this."""

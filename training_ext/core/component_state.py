@@ -6,13 +6,35 @@ from contextlib import suppress
 from typing import Any
 
 from open_clip_ext.errors import InputError
+from open_clip_ext.losses import Loss
 from training_ext.core.component import Component
 from training_ext.core.files import atomic_save
-from training_ext.core.state import WEIGHTS, state_of
+from training_ext.core.older import check_older
+from training_ext.core.state import WEIGHTS
+
+
+def state_of(entry: dict[str, Any], component: Component) -> dict[str, Any]:
+    """The component's state in our entry; {} if it has none."""
+    if "older" in entry:
+        return component.older_state(entry["older"])
+    return entry.get("components", {}).get(component.name, {})
+
+
+def load_rows(loss: Loss, entry: dict[str, Any], path: str, components: Sequence[Component]) -> bool:
+    """Whether a component has loaded the loss's state, whose rows it has written."""
+    return any(one.load_rows(loss, entry["state"], state_of(entry, one), path) for one in components)
+
+
+def load_states(entry: dict[str, Any], components: Sequence[Component]) -> None:
+    for component in components:
+        if state := state_of(entry, component):
+            component.load_state_dict(state)
 
 
 def check_states(path: str, entry: dict[str, Any], components: Sequence[Component]) -> None:
     """Raise InputError unless these components can go on from a checkpoint with this entry."""
+    if "older" in entry:
+        check_older(path, entry["older"], components)
     check_components(path, entry, components)
     for component in components:
         component.check_state(state_of(entry, component), path)

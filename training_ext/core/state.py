@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from training_ext.core.component import Component
 
 KEY = "open_clip_ext"
-FORMAT = 5
+FORMAT = 5  # before it the entry was in the optimizer's state
+READABLE = (2, 3, 4, FORMAT)
 CHECKPOINTS, WEIGHTS = "checkpoints", "weights"  # folders of a run
 PARTS = ("normalizer", "temperature")  # of a loss, that have a state
 INSTEAD = "give --pretrained PATH to start from its weights only"
@@ -116,7 +117,7 @@ class State:
         from training_ext.core.checks import check_loss
 
         check_loss(path, entry, self.args)
-        if self.components or "components" in (entry or {}):
+        if self.components or (entry or {}).keys() & {"components", "older"}:
             from training_ext.core.component_state import check_states
 
             check_states(path, entry or {}, self.components)
@@ -147,15 +148,16 @@ class State:
         if entry is None:
             return
         path = self._path
+        if self.components:
+            from training_ext.core.component_state import load_rows, load_states
         if loss is not None:
             if loss.needs_index and entry["num_rows"] != num_rows:
                 raise InputError(f"{path!r} was trained on {entry['num_rows']} rows, not on {num_rows}", "--resume")
             with in_one_line(path):
-                if not any(one.load_rows(loss, entry["state"], state_of(entry, one), path) for one in self.components):
+                if not (self.components and load_rows(loss, entry, path, self.components)):
                     loss.load_full_state(entry["state"])
-        for component in self.components:
-            if state := state_of(entry, component):
-                component.load_state_dict(state)
+        if self.components:
+            load_states(entry, self.components)
 
     # Saving
 
@@ -210,17 +212,23 @@ def take_entry(loaded: dict[str, Any]) -> dict[str, Any] | None:
     """Remove our entry from a loaded checkpoint and return it, as `entry_of`."""
     entry = entry_of(loaded)
     loaded.pop(KEY, None)
+    if isinstance(loaded.get("optimizer"), dict):
+        loaded["optimizer"].pop(KEY, None)
     return entry
 
 
 def entry_of(loaded: Any) -> dict[str, Any] | None:
-    """Our entry of a loaded checkpoint; None if it has none."""
-    return loaded.get(KEY) if isinstance(loaded, dict) else None
+    """Our entry of a loaded checkpoint, in the form of today; None if it has none."""
+    if not isinstance(loaded, dict):
+        return None
+    if KEY in loaded:
+        return loaded[KEY]
+    optimizer = loaded.get("optimizer")
+    if not isinstance(optimizer, dict) or KEY not in optimizer:
+        return None
+    from training_ext.core.older import of_today
 
-
-def state_of(entry: dict[str, Any], component: "Component") -> dict[str, Any]:
-    """The component's state in our entry; {} if it has none."""
-    return entry.get("components", {}).get(component.name, {})
+    return of_today(optimizer[KEY])
 
 
 def parts_of(args: Namespace) -> dict[str, Any]:

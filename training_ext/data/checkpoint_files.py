@@ -35,7 +35,7 @@ def progress(path: str) -> tuple[int, int]:
         return load_mapped(os.path.join(path, SHARDED_PARTS[-1]))["epoch"], 0  # at the end of an epoch only
     loaded = load_mapped(path)
     entry = entry_of(loaded) or {}
-    resume_state = entry.get("components", {}).get("exact_resume", {})
+    resume_state = entry.get("older") or entry.get("components", {}).get("exact_resume", {})
     return loaded["epoch"], (resume_state.get("position") or {}).get("batches", 0)
 
 

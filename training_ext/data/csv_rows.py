@@ -40,10 +40,11 @@ def find(args: Namespace) -> DataRows:
         num_rows = len(pictures)
         lines.update(pictures.of.astype("<i8").tobytes())
         images = table[args.csv_img_key]
+    by_captions = lines.hexdigest()
     for path in below_common_folder(table[args.csv_img_key]):
         lines.update(b"\x1f" + path.encode(errors="surrogateescape"))
     caption_summary = see(captions, images, "the {} captions")
-    return DataRows("csv", num_rows, lines.hexdigest(), seen=caption_summary)
+    return DataRows("csv", num_rows, lines.hexdigest(), captions=by_captions, seen=caption_summary)
 
 
 def below_common_folder(images: pd.Series) -> Iterator[str]:

@@ -143,7 +143,7 @@ def _named_in(file: str) -> Any:
     content = load_mapped(file)
     if not isinstance(content, dict):
         return None
-    if "optimizer" not in content and "rows" in content:  # of a recovery
+    if "optimizer" not in content and "rows" in content:  # of a recovery, or of shards from before version 0.1
         return content["rows"]
     entry = entry_of(content) if "optimizer" in content else content
     return None if entry is None else rows_folder_of(entry)
@@ -151,4 +151,6 @@ def _named_in(file: str) -> Any:
 
 def rows_folder_of(entry: dict[str, Any]) -> Any:
     """The name of the folder that our entry of a checkpoint names, if any."""
+    if "older" in entry:
+        return entry["older"].get("rows")
     return entry.get("components", {}).get("row_files", {}).get("folder")

@@ -24,6 +24,7 @@ class DataRows:
         digest: equal for two runs if their rows are the same samples.
         shards: offsets and sizes, for a webdataset whose samples were counted; else n is --train-num-samples.
         listing: of a webdataset, equal for two runs if their shards have the same names.
+        captions: of a csv, the digest in checkpoints of earlier versions, which does not cover the images.
         seen: captions of a csv or of local shards.
     """
 
@@ -32,6 +33,7 @@ class DataRows:
     digest: str
     shards: "Shards | None" = None
     listing: str | None = None
+    captions: str | None = None
     seen: "SeenCaptions | None" = field(default=None, compare=False)
 
     @property

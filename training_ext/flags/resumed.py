@@ -8,6 +8,7 @@ from typing import Any
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from training_ext.core import hosts
+from training_ext.core.older import of_today
 from training_ext.core.plan import Plan, trains
 from training_ext.core.run import Run
 from training_ext.core.state import entry_of
@@ -36,6 +37,7 @@ def find_resumed(run: Run, path: str | None) -> tuple[str, dict | None] | None:
         return None
     if os.path.isdir(path):
         entry = read_sharded_entry(path)
+        entry = None if entry is None else of_today(entry)
         run.state.check_entry(path, entry)
         return path, entry
     content = load_checkpoint(path)

@@ -245,5 +245,8 @@ class ExactResume(Component):
     def state_dict(self) -> dict[str, Any]:
         return self._place or {"order": order_of(self.args, self._epoch.loader.streams), "position": None}
 
+    def older_state(self, entry: dict[str, Any]) -> dict[str, Any]:
+        return {name: entry[name] for name in ("order", "position") if entry.get(name) is not None}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._saved = state

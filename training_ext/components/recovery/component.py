@@ -157,6 +157,9 @@ class Recovery(Component):
             state |= {"done": self._in_progress.done, "surrogate": self.osr_surrogate}
         return state
 
+    def older_state(self, entry: dict[str, Any]) -> dict[str, Any]:
+        return {"epochs": entry.get("osr_epochs", 0.0)}  # absent in files from before the recovery existed
+
     def check_state(self, state: dict[str, Any], path: str) -> None:
         epochs, own = state.get("epochs", 0.0), self.args.epochs_before
         if own != epochs and self.args.uses_ext_loss:

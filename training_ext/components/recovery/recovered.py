@@ -36,9 +36,11 @@ def identity(args: Namespace, rows: DataRows | None) -> dict[str, Any]:
     parts = [name for name in names if getattr(args, name) is not None]
     data: dict[str, str] = {}
     if rows is not None:
-        data["data"] = f"{rows.num_rows} rows, digest {rows.digest[:16]}"
+        data["data"] = f"{rows.num_rows} rows, digest {(rows.captions or rows.digest)[:16]}"
         if rows.listing is not None and not needs_index(args):  # n may be the length of an epoch
             data["data"] = f"shards, digest {rows.listing[:16]}"
+        if rows.captions is not None:
+            data["set of image paths"] = f"digest {rows.digest[:16]}"
     forced = [f"{flag_of(name)} {getattr(args, name)}" for name in FORCED if getattr(args, name)]
     return {
         "model": " ".join([args.model.rstrip("/").rpartition("/")[2], *forced]),  # without the folder of a local model

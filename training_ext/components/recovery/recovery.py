@@ -179,6 +179,6 @@ class StatisticsRecovery:
         if self.training.loss is not None:
             folder = row_folders.folder_of(path, content["rows"], recovered.FLAG)
             row_folders.load_state(self.training.loss, content["loss_state"], folder, path, recovered.FLAG)
-        for component in self.training.components:
-            if state := content["states"].get(component.name):
+        for component in self.training.components:  # a file from before version 0.1 has no states of theirs
+            if state := content.get("states", {}).get(component.name):
                 component.load_state_dict(state)
