@@ -34,10 +34,9 @@ def build_loss(
     loss = create_loss(
         args.loss,
         num_samples=num_rows,
-        epochs=args.loss_epochs,
+        epochs=args.loss_epochs, steps_per_epoch=steps_per_epoch,
         accum_freq=args.accum_freq,
         device=device,
-        steps_per_epoch=steps_per_epoch,
         **{name: value for name, value in args.given_settings.items() if name in own},
     )
     loss.one_batch_per_step = True  # in OpenCLIP's loops, which keep a step's micro-batches and their features
