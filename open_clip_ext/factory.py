@@ -9,6 +9,7 @@ to both by entry points of that name:
 | `open_clip_ext.normalizers`, `open_clip_ext.temperatures`, `open_clip_ext.surrogates` | a subclass of the base class |
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -218,6 +219,9 @@ def create_loss(
         if value is not None and (type(value) is not int or value < 1):
             raise InputError(f"{value!r} must be an integer of at least 1", length)
     settings = resolve_options(name, options, epochs)
+    if (epochs is None) != (steps_per_epoch is None) and settings.get("npn_lr", 0) is None:
+        missing, other = ("epochs", "steps_per_epoch") if epochs is None else ("steps_per_epoch", "epochs")
+        logging.warning(f"npn_lr: 1.0, the default of a long training, as {other} came without {missing}; give both")
     parts = parts_of(name, settings)
     loss_options = {option.name for part in parts for option in part.options}
     for key in options:

@@ -110,11 +110,12 @@ def check_batches(features: Tensor, before: int | None, index: Tensor | None) ->
     if len(set(sizes)) > 1:
         raise ValueError(f"image_features: the processes have batches of {sizes} pairs; give each as many")
     if before is None and index is not None and torch.is_grad_enabled():
-        batches = len(all_gather(index.to(features.device)).view(world_size(), size).unique(dim=0))
-        if batches < world_size():
+        rows = all_gather(index.to(features.device)).view(world_size(), size)
+        repeated = torch.stack([(rows == own).all(dim=1).sum() > 1 for own in rows])
+        if repeated.any():
             raise ValueError(
-                f"index: {world_size()} processes have {batches} different batches; each process of the default group, "
-                "also with tensor or context parallelism, needs pairs of its own"
+                f"index: processes {repeated.nonzero()[:, 0].tolist()} have the same rows; each process of the default "
+                "group, also with tensor or context parallelism, needs pairs of its own"
             )
 
 

@@ -630,6 +630,7 @@ def test_a_row_out_of_range_on_the_device_is_found_without_waiting_for_it(monkey
 def test_a_logarithm_for_the_scale_is_pointed_out_once(name, scale, warned, caplog):
     """Not where the temperatures are the loss's own."""
     loss = make(name)
+    caplog.clear()
     for seed in range(2):
         loss(*features(seed)[:2], torch.tensor(scale), index=rows())
     assert ["pass logit_scale.exp()" in record.message for record in caplog.records] == [True] * warned

@@ -61,8 +61,9 @@ def test_restarts_by_default(steps, every):
         (770, 1, dict(normalizer="mlp", npn_opt="adagrad"), 1e-3),
     ],
 )
-def test_the_rate_by_default(steps, epochs, given, rate):
+def test_the_rate_by_default(steps, epochs, given, rate, caplog):
     loss = create_loss("neuclip", steps_per_epoch=steps, epochs=epochs, **given)
+    assert ("came without" in caplog.text) == (steps is None or epochs is None)
     loss(*batches(1)[0], 1 / TAU)
     assert loss.normalizer.network.optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 

@@ -28,18 +28,18 @@ def build_loss(
     # Only the loss's settings that were given; the others get their defaults again.
     parts = factory.parts_of(args.loss, vars(args))
     own = {*factory.PARTS, *(option.name for part in parts for option in part.options)}
+    batch = max(1, global_batch(args))
+    steps_per_pass = max(1, num_rows // batch)
+    steps_per_epoch = max(1, (samples_per_epoch or num_rows) // batch)
     loss = create_loss(
         args.loss,
         num_samples=num_rows,
-        epochs=args.loss_epochs,
+        epochs=args.loss_epochs, steps_per_epoch=steps_per_epoch,
         accum_freq=args.accum_freq,
         device=device,
         **{name: value for name, value in args.given_settings.items() if name in own},
     )
     loss.one_batch_per_step = True  # in OpenCLIP's loops, which keep a step's micro-batches and their features
-    batch = max(1, global_batch(args))
-    steps_per_pass = max(1, num_rows // batch)
-    steps_per_epoch = max(1, (samples_per_epoch or num_rows) // batch)
     loss.set_steps_per_pass(steps_per_pass, args.loss_epochs * steps_per_epoch / steps_per_pass)
     return loss
 
