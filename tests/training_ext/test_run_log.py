@@ -69,7 +69,7 @@ def test_a_model_that_has_learned_nothing(rank, effective, warned, caplog):
     log.evaluated(Evaluation(3, None, {}), {**metrics, "num_samples": 250})
     line = "After epoch 3 the model has learned nothing: the mean ranks among 250 pairs are 117.0 and 117.0, chance"
     assert [message.startswith(line) for message in caplog.messages] == [True] * warned
-    assert not warned or caplog.messages[0].endswith("A likely cause: --lr 0.1; usual is 1e-5 to 1e-3")
+    assert not warned or caplog.messages[0].endswith("; the likely cause is --lr 0.1; usual is 1e-5 to 1e-3")
 
 
 @pytest.mark.parametrize("similarity, warnings", [(-0.2, 1), (-0.05, 0)])

@@ -41,6 +41,8 @@ class RecipeFile(Component):
             return
         rows = self.training.data.rows
         samples = self.args.train_num_samples if rows is None else rows.num_rows
+        if self.args.uses_ext_loss:
+            self._flags |= self.training.new_loss().settings_of_length()
         self._recipe = run_recipe.of_run(self.args, self._flags, samples)
         if self._before is not None and (changed := self._before.changes(self._recipe, self.args)):
             logging.warning(f"Changed since the checkpoint: {changed}")

@@ -14,7 +14,7 @@ import numpy as np
 from open_clip_train import train as open_clip_train
 
 from open_clip_ext.distributed import all_gather_object
-from open_clip_ext.errors import InputError, reason_of
+from open_clip_ext.errors import InputError, MachineError, reason_of
 from open_clip_ext.options import option
 from training_ext.components.bad_samples import columns
 from training_ext.components.bad_samples.usable import EMPTY, CountIncomplete, Decode, DecodeImages, UsableLines
@@ -190,7 +190,7 @@ class BadSamples(Component):
         self._name(kind, f"{what}: {why}")
         self._samples_in_a_row += 1
         if self._samples_in_a_row >= SAMPLES_IN_A_ROW:
-            raise InputError(
+            raise MachineError(
                 f"{self._samples_in_a_row} samples in a row cannot be used; the last is {what}: {why}", "--train-data"
             )
         own = self._own()
@@ -229,7 +229,7 @@ class BadSamples(Component):
     def _count_row(self, samples: int, last: str) -> None:
         self._shards_in_a_row = 0 if samples else self._shards_in_a_row + 1
         if self._shards_in_a_row >= SHARDS_IN_A_ROW:
-            raise InputError(f"{SHARDS_IN_A_ROW} shards in a row cannot be read; the last is {last}", "--train-data")
+            raise MachineError(f"{SHARDS_IN_A_ROW} shards in a row cannot be read; the last is {last}", "--train-data")
 
     def end_pass(self, used: int, batch_size: int) -> None:
         """Count a pass of a worker over all its shards, which it then repeats.
