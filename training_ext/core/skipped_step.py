@@ -9,7 +9,7 @@ from open_clip_ext.distributed import rank
 from open_clip_ext.losses import NonFiniteError
 
 # A scaler halves its scale, at first 2^16, at each step that it skips. Below 1 it no longer enlarges gradients: what
-# still overflows float16 are they themselves, or the forward pass, in which no scale takes part.
+# still overflows float16 are they themselves.
 LEAST_SCALE = 1.0
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from open_clip_ext.losses import Loss, NonFiniteError
 
+SEVERAL = 5  # steps
+
 
 @dataclass
 class Training:
@@ -51,7 +53,9 @@ class Training:
         if problem is not None and self.passed_over < self.steps:
             from training_ext.core.skipped_step import pass_over
 
-            pass_over(problem, self.model, self.scaler)
+            # No scale takes part in the forward pass, so several in a row are no single bad batches.
+            is_one = self.steps - self.updated < SEVERAL
+            pass_over(problem, self.model, self.scaler if is_one else None)
             self.passed_over = self.steps
 
     def check_scale(self) -> None:
