@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 
+from open_clip_ext.errors import MachineError
 from open_clip_ext.losses import NonFiniteError
 from training_ext.core import hosts
 from training_ext.core.component import Components
@@ -34,7 +35,8 @@ def train(run: Run) -> None:
 
     def advice(error: Exception) -> str:
         cause = f"; {likely_cause(run.args)}" if isinstance(error, NonFiniteError) else ""
-        return cause + (last_saved(run.args) if run.training.steps else "")
+        saves = run.training.steps > 0 or isinstance(error, MachineError)
+        return cause + (last_saved(run.args) if saves else "")
 
     with reported(run, advice):
         run.train()
