@@ -407,7 +407,7 @@ def test_a_model_that_only_an_evaluation_breaks(stopped, encode_text, tmp_path):
     line, _ = stopped(f"{SHAPES} {LOSSES['neuclip']} --val-num-samples 8 --keep-best clip_val_loss")
     assert line.startswith("after epoch 1: the model's embeddings of --val-data are not finite; lower --lr"), line
     assert line.endswith(f"; the last complete checkpoint is '{tmp_path}/logs/stopped/checkpoints/epoch_0_step_2.pt'")
-    assert (tmp_path / "logs/stopped/out.log").read_text().endswith(f" | ERROR | error: {line}\n")
+    assert (tmp_path / "logs/stopped/out.log").read_text().endswith(f" | error: {line}\n")
 
 
 @pytest.mark.parametrize(
