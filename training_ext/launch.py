@@ -33,7 +33,7 @@ def train(run: Run) -> None:
         Stopped: after a signal.
     """
 
-    def advice(error: Exception) -> str:
+    def advice(error: BaseException) -> str:
         cause = f"; {likely_cause(run.args)}" if isinstance(error, NonFiniteError) else ""
         saves = run.training.steps > 0 or isinstance(error, MachineError)
         return cause + (last_saved(run.args) if saves else "")

@@ -464,6 +464,8 @@ def test_an_interrupted_run(tmp_path, capsys, encode_text, monkeypatch):
     error = capsys.readouterr().err
     assert "Traceback" not in error and error.strip().splitlines()[-1].startswith("open_clip_ext: interrupted")
     assert not list((tmp_path / "logs/stopped/checkpoints").iterdir())
+    end = "interrupted; what was not yet saved is lost; no checkpoint is complete\n"
+    assert (tmp_path / "logs/stopped/out.log").read_text().endswith(end)
 
 
 @pytest.mark.slow

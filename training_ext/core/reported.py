@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from open_clip_ext.errors import InputError, MachineError, fault_of_machine
+from open_clip_ext.errors import InputError, MachineError, Stopped, fault_of_machine
 from open_clip_ext.exit_codes import line_and_code
 from open_clip_ext.losses import NonFiniteError
 from training_ext.core.plan import Plan
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def reported(run: "Run", advice: Callable[[Exception], str] = lambda error: "") -> Iterator[None]:
+def reported(run: "Run", advice: Callable[[BaseException], str] = lambda error: "") -> Iterator[None]:
     """Within the block `run` trains; then its components end, after an error once it is in the log.
 
     Args:
@@ -32,7 +32,7 @@ def reported(run: "Run", advice: Callable[[Exception], str] = lambda error: "") 
         completed = True
     except BaseException as error:
         described = _in_words(error, run, advice)
-        _add_to_log(described)
+        _add_to_log(described, "" if isinstance(error, Stopped) or described is not error else advice(error))
         if described is error:
             raise
         raise described from None
@@ -41,7 +41,7 @@ def reported(run: "Run", advice: Callable[[Exception], str] = lambda error: "") 
             component.end(completed)
 
 
-def _in_words(error: BaseException, run: "Run", advice: Callable[[Exception], str]) -> BaseException:
+def _in_words(error: BaseException, run: "Run", advice: Callable[[BaseException], str]) -> BaseException:
     """The error with advice; of the machine's faults one line; any other as it is."""
     if isinstance(error, NonFiniteError):
         return NonFiniteError(f"{error}{advice(error)}")
@@ -55,7 +55,7 @@ def _in_words(error: BaseException, run: "Run", advice: Callable[[Exception], st
     return kind(f"{error.text}{advice(error)}", error.argument)
 
 
-def _add_to_log(error: BaseException) -> None:
+def _add_to_log(error: BaseException, advice: str) -> None:
     """Let the reason be the last line of out.log; the terminal gets it from the command."""
     ending = line_and_code(error)
     text = f"error: {error!r}"[:300] if ending is None else ending[0]
@@ -64,4 +64,4 @@ def _add_to_log(error: BaseException) -> None:
         if isinstance(handler, logging.FileHandler):
             # Not by the handler, which would print a traceback if the disk is full.
             with suppress(OSError), open(handler.baseFilename, "a", encoding=handler.encoding) as file:
-                file.write(f"{handler.format(record)}\n")
+                file.write(f"{handler.format(record)}{advice}\n")
