@@ -28,6 +28,8 @@ LOST_ANOTHER = (
     "connection was likely closed", "remote process", "closed by remote peer", "nccl communicator was aborted",
     "caught collective operation timeout",
 )  # fmt: skip
+# After these a run saves its state and ends; Windows lacks some.
+STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -78,7 +80,7 @@ class Stopped(Exception):
     """A signal stopped the run, and its state is saved; the message is one line that says how to resume it.
 
     The command prints the line and exits with `code`, which shells and schedulers read as ended by the signal: 143
-    after SIGTERM, 130 after Ctrl-C.
+    after SIGTERM, 130 after Ctrl-C, 129 after SIGHUP, 138 after SIGUSR1.
 
     Args:
         after: number of the signal.

@@ -16,10 +16,9 @@ from typing import Any, NoReturn
 
 from PIL import EpsImagePlugin
 
-from open_clip_ext.errors import InputError, Stopped, fault_of_machine, last_line, lost_another_process
+from open_clip_ext.errors import InputError
+from open_clip_ext.exit_codes import line_and_code
 from open_clip_ext.keyboard import interrupt_by_exception
-from open_clip_ext.losses import NonFiniteError
-from open_clip_ext.options import flag_of
 
 # Pillow passes PostScript to ghostscript whatever the file's extension. Set at import, which loader workers repeat.
 EpsImagePlugin.gs_binary = False
@@ -69,7 +68,7 @@ def train(flags: Iterable[object]) -> Trained:
             unusable.
         MachineError, an InputError: after the first step a full disk or memory, or a loader's worker that was killed.
         NonFiniteError: the training met a NaN or an infinity.
-        Stopped: SIGTERM or Ctrl-C stopped it, and its state is saved.
+        Stopped: a signal stopped it, and its state is saved.
     """
     return _run([str(flag) for flag in flags])
 
@@ -201,36 +200,19 @@ def _logging_as_before() -> Iterator[None]:
 
 
 def exit_code(command: Callable[[], object]) -> int:
-    """Run a command and return its exit code: 0, or another one after one line on stderr.
-
-    2: bad input or non-finite numbers, and what to change; 75: the machine ended a training that had made a step; 1:
-    another process of the run has ended; 143 or 130: stopped by SIGTERM or Ctrl-C, with the state saved, or 130: ended
-    by Ctrl-C at once (only process 0 prints the line).
-    """
+    """Run a command and return its exit code: 0, or that of `line_and_code` after its line on stderr."""
     try:
         command()
         return 0
-    except (InputError, NonFiniteError) as error:
-        if isinstance(error, InputError) and error.argument is not None and not error.argument.startswith("--"):
-            error = InputError(error.text, flag_of(error.argument))
-        return _print_error(f"error: {last_line(error)}", getattr(error, "code", 2))
-    except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") != "0":
-            return 130
-        return _print_error("interrupted; what was not yet saved is lost", 130)
-    except Stopped as stopped:
-        return _print_error(str(stopped), stopped.code)
     except BrokenPipeError:  # of a listing's reader that has ended, as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (MemoryError, OSError, RuntimeError, ValueError) as error:
-        fault, code = fault_of_machine(error), 2
-        if fault is None:
-            if not isinstance(error, RuntimeError) or not lost_another_process(error):
-                raise
-            line = str(error).strip().splitlines()[0][:300]
-            fault, code = f"lost another process, whose output says why: {line}", 1
-        return _print_error(f"error: {fault}", code)
+    except (Exception, KeyboardInterrupt) as error:
+        if (ending := line_and_code(error)) is None:
+            raise
+        if isinstance(error, KeyboardInterrupt) and os.environ.get("RANK", "0") != "0":
+            return 130  # process 0 prints the line
+        return _print_error(*ending)
 
 
 def _print_error(line: str, code: int) -> int:

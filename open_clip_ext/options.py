@@ -196,6 +196,10 @@ class Part(WithOptions):
             passes: passes over the data in the whole training, None if unknown; an epoch need not be one pass.
         """
 
+    def settings_of_length(self) -> dict[str, float]:
+        """Options and their values that have followed from the length of the training, for its recipe."""
+        return {}
+
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
         """Bytes of state on each of `processes` for embeddings of `dimension`, by purpose; without rows per sample and
         the temporary memory of a step."""

@@ -2,10 +2,12 @@
 
 from argparse import Namespace
 
+from open_clip_ext.errors import MachineError
 from open_clip_ext.losses import NonFiniteError
 from training_ext.core import hosts
 from training_ext.core.component import Components
-from training_ext.core.run import Run, check_seams, machine_faults
+from training_ext.core.reported import reported
+from training_ext.core.run import Run, check_seams
 from training_ext.data.checkpoint_files import last_saved
 from training_ext.data.usual import likely_cause
 
@@ -25,13 +27,16 @@ def train(run: Run) -> None:
     """Run OpenCLIP's main.
 
     Raises:
-        InputError: OpenCLIP ended early, or the machine failed before the first step.
+        InputError: bad input, or the machine failed before the first step.
         MachineError: it failed later: a full disk, a worker that was killed.
         NonFiniteError: a value is not finite; the message names the step, the tensor and the likely cause.
-        Stopped: after SIGTERM or Ctrl-C.
+        Stopped: after a signal.
     """
-    try:
-        with machine_faults(run, last_saved):
-            run.train()
-    except NonFiniteError as error:
-        raise NonFiniteError(f"{error}; {likely_cause(run.args)}") from None
+
+    def advice(error: BaseException) -> str:
+        cause = f"; {likely_cause(run.args)}" if isinstance(error, NonFiniteError) else ""
+        saves = run.training.steps > 0 or isinstance(error, MachineError)
+        return cause + (last_saved(run.args) if saves else "")
+
+    with reported(run, advice):
+        run.train()

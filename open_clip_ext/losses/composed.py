@@ -69,6 +69,9 @@ class ComposedLoss(GraphedLoss):
     def set_steps_per_pass(self, steps: int, passes: float | None = None) -> None:
         self.normalizer.set_steps_per_pass(steps, passes)
 
+    def settings_of_length(self) -> dict[str, float]:
+        return self.normalizer.settings_of_length()
+
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
         return self.normalizer.memory(dimension, processes)
 

@@ -132,6 +132,9 @@ class NPN(Normalizer):
             fifth = steps // 5
             self.restart_every = min(PAPER_RESTART_EVERY, fifth if fifth > 1 else steps)
 
+    def settings_of_length(self) -> dict[str, float]:
+        return {"npn_lr": self._settings["lr"]} if self._fits_length else {}
+
     def description(self) -> str:
         often = f"every {self.restart_every} steps" if self.restart_every > 0 else "at the first step only"
         return f"{self.name} (restarted {often}, {self.optimizer_name} at {self._settings['lr']:.2g})"

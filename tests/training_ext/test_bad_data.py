@@ -25,7 +25,7 @@ from PIL import Image
 from stop import StopAt
 
 from open_clip_ext.data import Scenes
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, MachineError
 from training_ext.components.bad_samples import BadSamples, columns, usable
 from training_ext.components.bad_samples import component as skips
 from training_ext.core import hosts
@@ -402,9 +402,9 @@ def test_bad_lines_of_a_csv_are_replaced_and_counted(run, csv, tmp_path, workers
 def ended(tmp_path, capfd):
     """ended(arguments) -> the one line in which a run ends after it has begun, and its log."""
 
-    def ended(arguments: str) -> tuple[str, str]:
+    def ended(arguments: str, code: int = 2) -> tuple[str, str]:
         capfd.readouterr()
-        assert run_main(ext_main, f"{arguments} --name ended", tmp_path / "logs") == 2
+        assert run_main(ext_main, f"{arguments} --name ended", tmp_path / "logs") == code
         error = capfd.readouterr().err
         assert "Traceback" not in error and error.count("open_clip_ext: error: ") == 1, error
         return error.strip().splitlines()[-1], error
@@ -496,7 +496,8 @@ def test_shards_that_are_deleted_in_the_run(ended, shards, tmp_path, monkeypatch
             shutil.rmtree(tmp_path / "shards", ignore_errors=True)
 
     monkeypatch.setattr(logging, "info", info)
-    line, log = ended(f"--epochs 50 --workers {workers} {LOSSES[loss]} {data} {resampled}")
+    code = MachineError.code if resampled else 2
+    line, log = ended(f"--epochs 50 --workers {workers} {LOSSES[loss]} {data} {resampled}", code)
     assert ("100 shards, in a row cannot be used" if resampled else "shard(s) that cannot be opened") in line, line
     # Two workers that meet it at the same time both say so.
     assert 1 <= log.count("Others like it are counted") <= max(1, workers)

@@ -214,7 +214,7 @@ def test_a_dry_run_refuses_other_data(refused, datasets, checkpoints):
     common = f"{datasets['csv']} --workers 0 {LOSSES['fastclip-v3']} --epochs 2 --csv-caption-key filepath"
     for last in ("--name x", "--dry-run"):
         line = refused(f"{common} --resume {checkpoints['fastclip-v3']} {last}")
-        assert f"--resume: '{checkpoints['fastclip-v3']}' was trained on other data" in line
+        assert f"--resume: '{checkpoints['fastclip-v3']}' was trained on other data (as many rows, 48, with" in line
 
 
 @pytest.mark.parametrize("saved", ["fastclip-v3", "siglip"])
@@ -333,7 +333,8 @@ def encode_text(monkeypatch):
 
         def changed(self, *args, **kwargs):
             output = forward(self, *args, **kwargs)
-            if not (features := output["text_features"]).is_meta:  # the trial before the run
+            features = output["text_features"]
+            if features is not None and not features.is_meta:  # as in the trial before the run
                 calls.append(None)
                 output["text_features"] = change(features, len(calls))
             return output
@@ -379,9 +380,34 @@ def test_steps_that_the_gradient_scaler_skips(run, stopped, datasets, encode_tex
     assert [epoch for epoch, _ in experiment.logged()] == [epoch for epoch in range(3) for _ in range(logged[epoch])]
     assert "mean loss nan" not in experiment.log
     assert all(weights.isfinite().all() for weights in experiment.checkpoint(3)["state_dict"].values())
-    monkeypatch.setattr("training_ext.core.skipped_step.LEAST_SCALE", 2.0**12)
     line, saved = stopped(flags)
     assert re.match(rf"step \d: {name}; lower --lr", line) and len(calls) == last + 5 and not saved
+
+
+def test_gradients_that_no_scale_helps(run, stopped, datasets, encode_text, monkeypatch):
+    def broken(features, call):
+        if features.requires_grad:
+            features.register_hook(lambda gradient: gradient * math.inf)
+        return features
+
+    encode_text(broken)
+    flags = f"{datasets['shapes']} {LOSSES['neuclip']} --precision amp --workers 0 --epochs 3 --log-every-n-steps 100"
+    line, saved = stopped(flags)
+    assert line.startswith("the gradient scaler has skipped the last 18 step(s); its scale is 0.25; lower --lr")
+    assert line.endswith("/checkpoints/epoch_2.pt'") and sorted(saved) == ["epoch_1.pt", "epoch_2.pt"]
+    monkeypatch.setattr("training_ext.core.skipped_step.LEAST_SCALE", 0)
+    log = run("skips", flags).log
+    assert "Epoch 2: the gradient scaler has skipped 6 of 6 steps, whose gradients were not finite; its scale is" in log
+    assert " of 2 logged step(s) (" in log
+
+
+def test_a_model_that_only_an_evaluation_breaks(stopped, encode_text, tmp_path):
+    """Its weights and its loss are finite. What ends the run is the last line of its log, too."""
+    encode_text(lambda features, call: features if features.requires_grad else features * math.nan)
+    line, _ = stopped(f"{SHAPES} {LOSSES['neuclip']} --val-num-samples 8 --keep-best clip_val_loss")
+    assert line.startswith("after epoch 1: the model's embeddings of --val-data are not finite; lower --lr"), line
+    assert line.endswith(f"; the last complete checkpoint is '{tmp_path}/logs/stopped/checkpoints/epoch_0_step_2.pt'")
+    assert (tmp_path / "logs/stopped/out.log").read_text().endswith(f" | error: {line}\n")
 
 
 @pytest.mark.parametrize(
@@ -438,6 +464,8 @@ def test_an_interrupted_run(tmp_path, capsys, encode_text, monkeypatch):
     error = capsys.readouterr().err
     assert "Traceback" not in error and error.strip().splitlines()[-1].startswith("open_clip_ext: interrupted")
     assert not list((tmp_path / "logs/stopped/checkpoints").iterdir())
+    end = "interrupted; what was not yet saved is lost; no checkpoint is complete\n"
+    assert (tmp_path / "logs/stopped/out.log").read_text().endswith(end)
 
 
 @pytest.mark.slow

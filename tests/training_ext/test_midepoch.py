@@ -19,7 +19,7 @@ from stop import ITERATE, Killed, StopAt, kill
 from test_training import same
 from torch.utils.data import DataLoader, IterableDataset
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import STOPS, InputError
 from open_clip_ext.metrics_file import read_metrics
 from training_ext.components import retrieval
 from training_ext.components.exact_resume import stopping
@@ -322,7 +322,8 @@ def test_workers_outlive_sigterm_while_the_run_goes_on():
     batches = iter(loader)
     assert next(batches) == 0
     (worker,) = set(multiprocessing.active_children()) - others
-    os.kill(worker.pid, signal.SIGTERM)
+    for number in STOPS:
+        os.kill(worker.pid, number)
     assert list(batches) == [1, 2, 3]
     outlive.end(True)  # of no loader: this one's worker remains
     with suppress(RuntimeError):  # torch's handler of SIGCHLD misses the worker
@@ -347,7 +348,7 @@ def test_workers_end_with_the_run():
     outlive.end(True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_does_what_it_did_once_a_run_is_over(number):
     before = signal.getsignal(number)
     request = StopRequest()
@@ -371,12 +372,14 @@ def test_a_second_ctrl_c_ends_at_once(monkeypatch, capfd):
         request.close()
 
 
-def test_a_run_in_the_background_ignores_ctrl_c():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_run_in_the_background_ignores_ctrl_c_and_one_of_nohup_its_terminal_s_end(number):
+    before = signal.signal(number, signal.SIG_IGN)
     request = StopRequest()
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), number)
     assert not request.agreed()
     request.close()
+    signal.signal(number, before)
 
 
 def test_a_network_that_gloo_does_not_find(monkeypatch):

@@ -16,6 +16,7 @@ from training_ext.core import hosts
 from training_ext.flags import recipes, run_recipe
 from training_ext.flags.params import parse_args
 from training_ext.flags.recipes import PUBLISHED, TYPES
+from training_ext.flags.trial import tried_models
 from training_ext.tools import dry_run
 
 NAMES = recipes.names()
@@ -263,7 +264,7 @@ def test_a_dry_run_without_recipe(capsys, refused, datasets, write):
     assert ext_main([*TINY.split(), *flags.split(), "--train-num-samples", "64"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Flags") and "queue of embeddings" in text and "Recipe" not in text
-    assert "settings.md   for 64 pairs --loss queue --rho 2.2 " in text
+    assert "settings.md   for 64 pairs per epoch --loss queue --rho 2.2 " in text
     assert "Not found, so that a training would end here\n  --train-data: 1 of 1 shards cannot be read: 'x.tar'" in text
     assert ext_main([*TINY.split(), *datasets["csv"].split(), *"--loss clip --val-data y.csv --dry-run".split()]) == 0
     assert "would end here\n  --val-data: 'y.csv' does not exist\n" in capsys.readouterr().out
@@ -339,5 +340,6 @@ def test_a_dry_run_counts_rows_not_epochs_and_says_what_it_leaves_out(capsys, da
 
 def test_the_plan_of_a_model_with_frozen_batch_norms():
     flags = "--loss sogclr --model RN50 --lock-image --lock-image-freeze-bn-stats --train-data x.tar".split()
-    trained = {name for name, one in dry_run.trained_model(parse_args(flags)).named_parameters() if one.requires_grad}
+    model, *_ = tried_models(parse_args(flags))
+    trained = {name for name, one in model.named_parameters() if one.requires_grad}
     assert trained and not any(name.startswith("visual.") or name == "logit_scale" for name in trained)

@@ -16,6 +16,7 @@ SGD = "--opt timm/lookahead_sgdw --lr 1e-3 --momentum"
             "fastclip-v3", "--skip-scheduler", "--skip-scheduler --wd 0.5 --beta1 0.5 --eps 1e-4 --lr 2e-3 --rho 6",
             "--lr 0.0005 -> 0.002, --beta1 0.9 -> 0.5, --eps 1e-06 -> 0.0001, --wd 0.2 -> 0.5",
         ),
+        ("neuclip", "", "", "--npn-lr 0.008827348295047496 -> 0.01248375567"),  # sqrt(6 / 77,000), then of 12 steps
         ("clip", "--wd 0", "--wd 0.5", "--wd 0.0 -> 0.5"),
         ("fastclip-v3", f"{SGD} 0.9", f"{SGD} 0.5 --grad-clip-norm 1 --tau-init 0.05", "--momentum 0.9 -> 0.5"),
     ],
@@ -23,6 +24,8 @@ SGD = "--opt timm/lookahead_sgdw --lr 1e-3 --momentum"
 def test_what_is_given_is_used_and_told(run, datasets, loss, before, after, change):
     common = f"{datasets['shapes']} {LOSSES[loss]} --workers 0"
     first = run("x", f"{common} {before} --epochs 1")
+    done = run("x", f"{common} {before} --epochs 1 --resume latest").log.split("=> resuming")[1]  # as a requeued job
+    assert "WARNING" not in done and "Nothing is left to train: " in done.splitlines()[-1]
     recipe = (first.path / "recipe.yaml").read_text()
     resumed = run("x", f"{common} {after} --epochs 2 --resume latest")
     new = run("new", f"{common} {after} --epochs 2")

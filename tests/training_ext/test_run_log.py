@@ -69,7 +69,7 @@ def test_a_model_that_has_learned_nothing(rank, effective, warned, caplog):
     log.evaluated(Evaluation(3, None, {}), {**metrics, "num_samples": 250})
     line = "After epoch 3 the model has learned nothing: the mean ranks among 250 pairs are 117.0 and 117.0, chance"
     assert [message.startswith(line) for message in caplog.messages] == [True] * warned
-    assert not warned or caplog.messages[0].endswith("A likely cause: --lr 0.1; usual is 1e-5 to 1e-3")
+    assert not warned or caplog.messages[0].endswith("; the likely cause is --lr 0.1; usual is 1e-5 to 1e-3")
 
 
 @pytest.mark.parametrize("similarity, warnings", [(-0.2, 1), (-0.05, 0)])
@@ -149,7 +149,8 @@ def test_the_best_of_the_summary(tmp_path):
     folder.mkdir(parents=True)
     file = MetricsFile(folder)
     for epoch, (recall, value) in enumerate([(0.1, 3.0), (0.3, inf), (0.2, 2.0), (0.2, nan)]):
-        file.add({"stage": "eval", "epoch": epoch, "step": 0, "image_to_text_R@1": recall, "clip_val_loss": value})
+        metrics = {"image_to_text_R@1": recall, "clip_val_loss": value, "top1": nan}
+        file.add({"stage": "eval", "epoch": epoch, "step": 0, **metrics})
     file.close()
     args = Namespace(
         logs=str(tmp_path / "logs"), name="x", epochs=3, loss="queue", same_key=None, same_caption=False,
@@ -164,3 +165,4 @@ def test_the_best_of_the_summary(tmp_path):
     assert lines[0][-1] == "1m01s"
     assert ["image_to_text_R@1", "0.2000", "0.3000", "1"] in lines
     assert ["clip_val_loss", "not", "finite", "2.0000", "2"] in lines
+    assert ["top1", "not", "finite"] in lines

@@ -35,14 +35,18 @@ class Advice(Component):
     name = "advice"
 
     def check_rows(self, rows: DataRows, resumes: bool) -> None:
-        for sentence in advise_on_captions(self.args, rows.seen):
+        for sentence in advise_on_captions(self.args, rows.seen) if self._is_left() else ():
             logging.warning(sentence)
 
     def data_built(self, data: dict[str, Any]) -> None:
-        if "train" in data and self.plan.is_first and self.args.loss is not None:
+        if "train" in data and self.plan.is_first and self.args.loss is not None and self._is_left():
             steps = self.plan.steps(data["train"].dataloader.num_batches)
             for sentence in advise(self.args, self.training.data.num_rows, steps):
                 logging.warning(sentence)
+
+    def _is_left(self) -> bool:
+        """Whether there is anything left to train; a new training of 0 epochs is told that there is not."""
+        return not 0 < self.args.epochs <= self.training.state.done
 
 
 def advise(args: Namespace, num_samples: int, steps_per_epoch: int) -> list[str]:

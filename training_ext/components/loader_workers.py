@@ -1,4 +1,4 @@
-"""Keep loader workers alive after SIGTERM or Ctrl-C, since the step in progress still needs their batches."""
+"""Keep loader workers alive after a signal that stops the run, since the step in progress still needs their batches."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from open_clip_ext.errors import STOPS
 from training_ext.core.component import Component
 from training_ext.data.seeding import shared_zeros
 
@@ -14,7 +15,7 @@ from training_ext.data.seeding import shared_zeros
 class LoaderWorkers(Component):
     """Has the workers of every loader of the run, in evaluations too, end with the run and not before.
 
-    As a loader's `worker_init_fn` it has them ignore Ctrl-C, and SIGTERM until the run has ended: a terminal signals
+    As a loader's `worker_init_fn` it has them ignore those signals, SIGTERM until the run has ended: a terminal signals
     the whole process group, and Slurm may do so. Workers end by themselves if their parent process is gone.
     """
 
@@ -43,8 +44,8 @@ class LoaderWorkers(Component):
                 self.workers_of(inner)
 
     def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGTERM, self._handle)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in STOPS:
+            signal.signal(number, self._handle if number == signal.SIGTERM else signal.SIG_IGN)
 
     def _handle(self, *_: Any) -> None:
         if self._has_ended:

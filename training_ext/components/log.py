@@ -20,7 +20,7 @@ from training_ext.core import hosts
 from training_ext.core.component import Component
 from training_ext.core.epoch import Epoch, Evaluation
 from training_ext.data.metrics import duration, ranks_at_chance, recalls
-from training_ext.data.usual import unusual
+from training_ext.data.usual import likely_cause
 from training_ext.openclip.loading import take_warnings
 
 # These change or are measured once per epoch, so they are shown in the line at its end.
@@ -122,12 +122,14 @@ class Log(Component):
         self._epoch, self._losses, self._at_chance = epoch, [], []
         began = time.monotonic()
         self._began = self._began or began
+        skipped = self.training.skipped
         self._last = -1, began
         train(replace(epoch, writer=self._written))
         self._done += epoch.steps - self.plan.steps(epoch.first_batch)
         self._epoch = None
         if self._losses:
             self._tell_epoch(epoch, time.monotonic() - began)
+            self._tell_skipped(epoch, self.training.skipped - skipped)
 
     def step_done(self, step: int) -> None:
         if self._written is None or not self._written.latest:
@@ -144,11 +146,11 @@ class Log(Component):
         numbers.setdefault("tau", 1 / numbers[hosts.installed().SCALE])
         own = self.training.loss
         loss = numbers["loss" if own is None else own.value_name]
+        self._losses.append(loss)
         if not math.isfinite(loss):
             # This package's losses have named the tensor at the end of the step.
             return self.training.check_finite(NonFiniteError(f"step {epoch.before + step}: the loss is {loss}"))
         self._numbers = numbers
-        self._losses.append(loss)
         self._at_chance += [numbers[AT_CHANCE]] if AT_CHANCE in numbers else []
         samples = (epoch.before + step) * self.plan.global_batch
         self._add(epoch.stage, epoch.number, step, steps=epoch.steps, samples=samples, **numbers)
@@ -168,10 +170,13 @@ class Log(Component):
 
     def _tell_epoch(self, epoch: Epoch, seconds: float) -> None:
         numbers, args = self._numbers, self.args
+        losses = [loss for loss in self._losses if math.isfinite(loss)]
+        if not losses:
+            raise NonFiniteError(f"{epoch.title}: the loss of every logged step is not finite")
         once = [f"{name} {numbers[name]:.3g}" for name in ONCE if name in numbers]
-        mean = sum(self._losses) / len(self._losses)
+        mean = f"mean loss {sum(losses) / len(losses):.4g} of {len(losses)} logged step(s)"
         chance = f" ({sum(self._at_chance) / len(self._at_chance):.4g} at chance)" if self._at_chance else ""
-        logging.info(" ".join([f"{epoch.title} took {duration(seconds)}: mean loss {mean:.4g}{chance}", *once]))
+        logging.info(" ".join([f"{epoch.title} took {duration(seconds)}: {mean}{chance}", *once]))
         if getattr(args, "surrogate", None) == PowerHinge.name and epoch.is_training and not self._has_warned:
             alpha = max(numbers["alpha_image_mean"], numbers["alpha_text_mean"])
             if alpha < FEW_WITHIN * args.margin**args.margin_power / numbers["tau"]:
@@ -181,17 +186,27 @@ class Log(Component):
                     f"no gradient (mean log-normalizer {alpha:.2g}): a small loss says little here"
                 )
 
+    def _tell_skipped(self, epoch: Epoch, skipped: int) -> None:
+        steps = epoch.steps - self.plan.steps(epoch.first_batch)
+        if epoch.scaler is not None and skipped > max(3, steps // 100):
+            scale = epoch.scaler.get_scale()
+            logging.warning(
+                f"{epoch.title}: the gradient scaler has skipped {skipped} of {steps} steps, whose gradients were not "
+                f"finite; its scale is {scale:g}"
+            )
+
     def evaluated(self, evaluation: Evaluation, metrics: dict[str, Any]) -> None:
         if self.args.loss is None:
             return
         epoch = evaluation.epoch
         values = {name: float(value) for name, value in metrics.items() if name != "epoch"}
         self._add(EVAL, epoch, 0, **values)
+        if math.isnan(values.get("clip_val_loss", 0)):  # in pure_fp16 its sum may be infinite, of a model that is not
+            raise NonFiniteError(f"after epoch {epoch}: the model's embeddings of --val-data are not finite")
         if sentence := recalls(metrics):
             logging.info(f"After epoch {epoch}: {sentence}")
         if epoch > 0 and self._losses and self._is_even() and (ranks := ranks_at_chance(metrics)):
-            cause = next(unusual(self.args), f"try a lower --lr ({self.args.lr:g}) or a longer --warmup")
-            logging.warning(f"After epoch {epoch} the model has learned nothing: {ranks}. A likely cause: {cause}")
+            logging.warning(f"After epoch {epoch} the model has learned nothing: {ranks}; {likely_cause(self.args)}")
 
     def _is_even(self) -> bool:
         """Whether an anchor's negatives have about equal weights, as if nothing were learned; True if not known."""

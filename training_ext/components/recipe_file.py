@@ -36,11 +36,13 @@ class RecipeFile(Component):
             experiment = os.path.dirname(os.path.dirname(os.path.abspath(path)))
             self._before = recipes.find(os.path.join(experiment, run_recipe.RECIPE))
 
-    def data_built(self, data: dict[str, Any]) -> None:
-        if not self.plan.is_first or self.training.state.done >= self.args.epochs:
+    def begin(self, resumed: bool) -> None:
+        if not self.plan.is_first:
             return
         rows = self.training.data.rows
         samples = self.args.train_num_samples if rows is None else rows.num_rows
+        if self.training.loss is not None:
+            self._flags |= self.training.loss.settings_of_length()
         self._recipe = run_recipe.of_run(self.args, self._flags, samples)
         if self._before is not None and (changed := self._before.changes(self._recipe, self.args)):
             logging.warning(f"Changed since the checkpoint: {changed}")

@@ -67,12 +67,11 @@ def check_rows(state: dict[str, Any], rows: DataRows, path: str, args: Namespace
     if not is_same(state, rows):
         if rows.kind in ("synthetic", "shapes") and num_rows != rows.num_rows:
             raise InputError(f"{rows.num_rows}, but {path!r} has {num_rows}; give {num_rows}", "--train-num-samples")
-        others = "other samples" if rows.captions is None else "other captions, or images below the folder of all"
-        raise InputError(
-            f"{path!r} was trained on other data ({num_rows} rows; --train-data has "
-            f"{rows.num_rows}, or the same number of {others}); {INSTEAD}",
-            "--resume",
-        )
+        others = "samples" if rows.captions is None else "captions, or images below the folder of all"
+        difference = f"{num_rows} rows; --train-data has {rows.num_rows}"
+        if num_rows == rows.num_rows:
+            difference = f"as many rows, {num_rows}, with other {others}"
+        raise InputError(f"{path!r} was trained on other data ({difference}); {INSTEAD}", "--resume")
     if rows.shards is not None and needs_index(args):
         for name, digest in rows.shards.counted.items():
             if state["shard_keys"].get(name, digest) != digest:

@@ -87,8 +87,10 @@ def _metrics(lines: list[dict[str, Any]]) -> Iterator[str]:
     for name in names:
         last = "not finite" if lines[-1][name] is None else f"{lines[-1][name]:.4f}"
         sign = 1 if smaller_is_better(name) else -1
+        more = ""
         if found := [(sign * line[name], line["epoch"]) for line in lines if line.get(name) is not None]:
             best, epoch = min(found)  # the earliest of equal ones
             errors = uncertainty(name, lines[-1]) or ()
-            more = "".join(f"{value:>{width}.4f}" for value, width in zip(errors, (12, 10), strict=False))
-            yield f"{name:24}{last:>10}{sign * best:>10.4f}{epoch:>13}{more}"
+            more = f"{sign * best:>10.4f}{epoch:>13}"
+            more += "".join(f"{value:>{width}.4f}" for value, width in zip(errors, (12, 10), strict=False))
+        yield f"{name:24}{last:>10}{more}"

@@ -3,7 +3,7 @@
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -12,13 +12,13 @@ import open_clip
 import torch
 
 from open_clip_ext import MODEL_CONFIGS
-from open_clip_ext.errors import InputError, MachineError, fault_of_machine
+from open_clip_ext.errors import InputError
 from open_clip_ext.losses import Loss
 from training_ext.core import hosts
 from training_ext.core.flags import OPEN_CLIP_TAU_MIN, parse
 from training_ext.core.loss import LossItems, build_loss
 from training_ext.core.optimizer import given_settings
-from training_ext.core.plan import Plan
+from training_ext.core.reported import reported
 from training_ext.core.rows import TrainData
 from training_ext.core.seam import RUN, Seam, in_place
 from training_ext.core.state import State
@@ -110,6 +110,7 @@ class Run:
         """
         inner = getattr(optimizer, "_base_optimizer", optimizer)  # timm's Lookahead calls no hooks of its own
         self.training.optimizer = inner
+        inner.register_step_post_hook(self._count_update)
         if self.components:
             self.events.regroup(inner, model)
         if trains_logit_scale(self.args):
@@ -117,6 +118,9 @@ class Run:
             self.temperature = TemperatureGroup(inner, model.logit_scale, *schedule)
         self._settings = given_settings(inner, self.args)
         return optimizer
+
+    def _count_update(self, *_: Any) -> None:
+        self.training.updated = self.training.steps + 1
 
     def assign_learning_rate(self, original: Callable, optimizer: torch.optim.Optimizer, new_lr: float) -> None:
         new_lr = float(new_lr)  # before OpenCLIP 2.30 a NumPy scalar, which checkpoints may not contain
@@ -183,14 +187,18 @@ class Run:
         """`step` steps of the epoch are done.
 
         Raises:
-            NonFiniteError: a value of an earlier step was not finite, and the step was not skipped.
+            NonFiniteError: a value of an earlier step was not finite, and the step was not skipped, or all are.
         """
         self.training.steps += 1
+        self.training.skipped += self.training.updated < self.training.steps
         # Every process: wrong norms, and in `amorlip` NaN, are seen only by the process with them
-        if (step - 1) % self.args.log_every_n_steps == 0:
+        is_due = (step - 1) % self.args.log_every_n_steps == 0
+        if is_due:
             self.training.check_finite()
         for component in self.components:
             component.step_done(step)
+        if is_due:
+            self.training.check_scale()
 
     def end_epoch(self) -> None:
         """Every process: the last step of the epoch is done, and OpenCLIP is about to evaluate and to save.
@@ -198,6 +206,7 @@ class Run:
         Raises:
             NonFiniteError: a value of an earlier step, or a parameter, is not finite.
         """
+        self.training.check_scale()
         if not self.is_besides:
             self.state.gather(self.training, self._epoch + 1)
 
@@ -207,16 +216,11 @@ class Run:
         Raises:
             InputError: OpenCLIP ended before it trained.
         """
-        completed = False
-        try:
-            with in_place(self.seams(), RUN):
-                if self.host.main().main([]):
-                    flag = None if self.args.remote_sync is None else "--remote-sync"
-                    raise InputError("OpenCLIP ended before it trained; the reason is in its own output above", flag)
-            completed = True
-        finally:
-            for component in self.components:
-                component.end(completed)
+        with in_place(self.seams(), RUN):
+            if self.host.main().main([]):
+                flag = None if self.args.remote_sync is None else "--remote-sync"
+                raise InputError("OpenCLIP ended before it trained; the reason is in its own output above", flag)
+        self.state.tell_if_done()
 
 
 def check_seams(host: ModuleType) -> None:
@@ -225,24 +229,6 @@ def check_seams(host: ModuleType) -> None:
         if (broken := seam.broken()) is not None:
             version = hosts.open_clip_version()
             raise InputError(f"open_clip_torch {version} is installed, where {broken}; it runs with {host.RANGE}")
-
-
-@contextmanager
-def machine_faults(run: Run, ending: Callable[[Namespace], str] = lambda args: "") -> Iterator[None]:
-    """Within the block, in which `run` trains, a fault of the machine is one line, with an ending of these `args`.
-
-    Raises:
-        InputError: the machine failed before the first step.
-        MachineError: it failed later: a full disk, a worker that was killed.
-    """
-    try:
-        yield
-    except (MemoryError, OSError, RuntimeError) as error:
-        fault = fault_of_machine(error, Plan(run.args).folder)
-        if fault is None:
-            raise
-        kind = MachineError if run.training.steps else InputError
-        raise kind(f"{fault}{ending(run.args)}") from None
 
 
 def start(argv: list[str]) -> Run | None:
@@ -271,7 +257,7 @@ def start(argv: list[str]) -> Run | None:
     with ExitStack() as until:
         run.prepare(until)
         run.state.check()
-        with machine_faults(run):
+        with reported(run):
             run.train()
     return run
 

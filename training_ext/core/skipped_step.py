@@ -8,9 +8,9 @@ import torch
 from open_clip_ext.distributed import rank
 from open_clip_ext.losses import NonFiniteError
 
-# A scaler halves its scale, at first 2^16, at each step that it skips. Below float16's smallest number no gradient is
-# left that a smaller scale could save.
-LEAST_SCALE = 2.0**-24
+# A scaler halves its scale, at first 2^16, at each step that it skips. Below 1 it no longer enlarges gradients: what
+# still overflows float16 are they themselves.
+LEAST_SCALE = 1.0
 
 
 def pass_over(error: NonFiniteError, model: torch.nn.Module, scaler: Any) -> None:
@@ -28,6 +28,12 @@ def pass_over(error: NonFiniteError, model: torch.nn.Module, scaler: Any) -> Non
         raise error
     if rank() == 0:
         logging.warning(f"{error}; the gradient scaler has skipped it, and the training goes on")
+
+
+def check_scale(scaler: Any, steps: int) -> None:
+    """Raise NonFiniteError if a scaler that has skipped the latest `steps` has a scale below `LEAST_SCALE`."""
+    if scaler is not None and scaler.is_enabled() and (scale := scaler.get_scale()) < LEAST_SCALE:
+        raise NonFiniteError(f"the gradient scaler has skipped the last {steps} step(s); its scale is {scale:g}")
 
 
 def are_finite(model: torch.nn.Module) -> bool:

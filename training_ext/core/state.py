@@ -93,8 +93,12 @@ class State:
         """
         self._resumed, self._path = entry, path
         self.is_resumed, self.done = epochs is not None, epochs or 0
-        if trains(self.args) and epochs is not None and epochs >= self.args.epochs:
-            logging.info(f"Nothing is left to train: {path!r} has completed {epochs} of {self.args.epochs} epochs")
+
+    def tell_if_done(self) -> None:
+        """Log at the run's end that the checkpoint was the training's last."""
+        if self.is_resumed and trains(self.args) and self.done >= self.args.epochs:
+            whole = f"{self.done} of {self.args.epochs} epochs"
+            logging.info(f"Nothing is left to train: {self._path!r} has completed {whole}")
 
     def check_content(self, path: str, loaded: Any) -> None:
         """Raise InputError unless the run can go on from the content of the checkpoint `path`.
@@ -107,6 +111,7 @@ class State:
                 if one.answers("wrap_model"):
                     raise InputError(f"{path!r} has no weights of {one.name}; give it as --pretrained", "--resume")
             return
+        self.done = loaded["epoch"]
         from training_ext.core.checks import check_optimizer
 
         check_optimizer(path, loaded, self.has_tasks, self.has_tasks and Plan(self.args).shards_model)

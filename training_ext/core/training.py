@@ -6,6 +6,8 @@ from typing import Any
 
 from open_clip_ext.losses import Loss, NonFiniteError
 
+SEVERAL = 5  # steps
+
 
 @dataclass
 class Training:
@@ -21,6 +23,8 @@ class Training:
         transform, tokenizer: of the evaluated model.
         scaler: the GradScaler of the epoch; None without.
         steps: of the loop, that this process has made.
+        updated: the number of `steps` with the optimizer's latest; the gradient scaler has skipped those since.
+        skipped: number of all steps that it has skipped.
     """
 
     components: Sequence[Any]
@@ -34,6 +38,8 @@ class Training:
     tokenizer: Any = None
     scaler: Any = None
     steps: int = 0
+    updated: int = 0
+    skipped: int = 0
     passed_over = -1  # the number of steps at the latest NaN of a skipped one
 
     def check_finite(self, problem: NonFiniteError | None = None) -> None:
@@ -47,5 +53,14 @@ class Training:
         if problem is not None and self.passed_over < self.steps:
             from training_ext.core.skipped_step import pass_over
 
-            pass_over(problem, self.model, self.scaler)
+            # No scale takes part in the forward pass, so several in a row are no single bad batches.
+            is_one = self.steps - self.updated < SEVERAL
+            pass_over(problem, self.model, self.scaler if is_one else None)
             self.passed_over = self.steps
+
+    def check_scale(self) -> None:
+        """Raise NonFiniteError if the gradient scaler has skipped the latest steps, and a smaller scale is no help."""
+        if self.updated < self.steps:
+            from training_ext.core.skipped_step import check_scale
+
+            check_scale(self.scaler, self.steps - self.updated)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.losses import NonFiniteError
 from training_ext.openclip.hosts import taken
 from training_ext.scoring.folders import Images, Source
 
@@ -120,5 +120,5 @@ class Encoder:
 
 def finite(features: Tensor) -> Tensor:
     if not features.isfinite().all():
-        raise InputError("the model's embeddings are not finite")
+        raise NonFiniteError("the model's embeddings are not finite")
     return features.float()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from open_clip_ext.distributed import all_gather_object
-from open_clip_ext.errors import InputError, reason_of
+from open_clip_ext.errors import InputError, MachineError, reason_of
 from open_clip_ext.options import option
 from training_ext.components.bad_samples import columns
 from training_ext.components.bad_samples.usable import EMPTY, CountIncomplete, Decode, UsableLines
@@ -226,7 +226,7 @@ class BadSamples(Component):
         self._in_a_row += samples
         if self._in_a_row >= IN_A_ROW:
             unusable = f"{IN_A_ROW} samples, or {IN_A_ROW // OF_SHARD} shards, in a row cannot be used"
-            raise InputError(f"{unusable}; the last is {last}", "--train-data")
+            raise MachineError(f"{unusable}; the last is {last}", "--train-data")
 
     def end_pass(self, used: int, batch_size: int) -> None:
         """Count a pass of a worker over all its shards, which it then repeats.

@@ -1,4 +1,4 @@
-"""End a run after SIGTERM, which announces preemption, or Ctrl-C: between two steps, the same on all processes."""
+"""End a run after a signal that announces preemption, or Ctrl-C: between two steps, the same on all processes."""
 
 import os
 import signal
@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from open_clip_ext.distributed import rank, world_size
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import STOPS, InputError
 
 SAME_KEY = 0.5  # seconds: launchers such as timeout(1) pass on a Ctrl-C that the run has had from the terminal, too
 
 
 class StopRequest:
-    """Records SIGTERM and Ctrl-C and agrees with the other processes on the step to stop after; all create one.
+    """Records a signal of `STOPS` and agrees with the other processes on the step to stop after; all create one.
 
     The all-reduce is asynchronous: it starts after one step and is read after the next. It runs over gloo, so nothing
     waits for a GPU. A second Ctrl-C raises KeyboardInterrupt.
@@ -32,9 +32,9 @@ class StopRequest:
         self._asked: tuple[Any, torch.Tensor] | None = None
         self._handlers: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                # A shell's background jobs ignore Ctrl-C.
-                if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+            for number in STOPS:
+                # A shell's background jobs ignore Ctrl-C, and nohup's SIGHUP; None: it is faulthandler's.
+                if number == signal.SIGTERM or signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._handlers[number] = signal.signal(number, self._request)
 
     def _request(self, number: int, *_: Any) -> None:
