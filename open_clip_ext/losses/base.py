@@ -305,19 +305,19 @@ class Loss(LossState):
 
     def _check(self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None) -> None:
         check_features(image_features=image_features, text_features=text_features)
-        may_wait = self.validate or self.steps == 0
-        check_batches(image_features, None if may_wait else self._local_pairs, index)
-        self._local_pairs = pairs = len(image_features)
+        may_wait, pairs = self.validate or self.steps == 0, len(image_features)
         if self.needs_negatives and pairs * world_size() < 2:
             raise ValueError(f"image_features: a global batch of {pairs} pair(s) has no negatives; 2 are needed")
         if pairs < self.least_pairs:
             raise ValueError(f"image_features: {pairs} pair(s) in this process; {self.name} needs {self.least_pairs}")
-        check_logit_scale(logit_scale, self.steps == 0 and self.reads_logit_scale, may_wait)
         if index is not None:
             check_int64("index", index, pairs)
-            if self.needs_index and (may_wait or index.device.type == "cpu"):
-                check_rows(index, self.num_samples)
-        elif self.needs_index:
+        check_batches(image_features, None if may_wait else self._local_pairs, index if self.training else None)
+        self._local_pairs = pairs
+        check_logit_scale(logit_scale, self.steps == 0 and self.reads_logit_scale, may_wait)
+        if self.needs_index and index is not None and (may_wait or index.device.type == "cpu"):
+            check_rows(index, self.num_samples)
+        if self.needs_index and index is None:
             raise ValueError("index: this loss has state per sample and needs the samples' rows, (b,) int64")
 
     def _check_group(self, index: Tensor, is_first: bool) -> None:

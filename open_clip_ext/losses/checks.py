@@ -94,7 +94,7 @@ def check_batches(features: Tensor, before: int | None, index: Tensor | None) ->
 
     Args:
         before: the size of all processes in the step before, if known; then nothing is sent unless it has changed.
-        index: rows of the samples, if known.
+        index: rows of the samples in training, if known.
     """
     size = len(features)
     if world_size() == 1 or size == before or features.is_meta:  # a meta tensor has no value to compare
@@ -109,7 +109,7 @@ def check_batches(features: Tensor, before: int | None, index: Tensor | None) ->
             raise ValueError(str(error)) from None
     if len(set(sizes)) > 1:
         raise ValueError(f"image_features: the processes have batches of {sizes} pairs; give each as many")
-    if before is None and index is not None and torch.is_grad_enabled():
+    if before is None and index is not None and torch.is_grad_enabled() and size > 1:  # one alone may be drawn twice
         rows = all_gather(index.to(features.device)).view(world_size(), size)
         repeated = torch.stack([(rows == own).all(dim=1).sum() > 1 for own in rows])
         if repeated.any():

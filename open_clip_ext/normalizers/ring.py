@@ -92,6 +92,7 @@ class EmbeddingRing(LocalTensors):
     def restore(self, state: dict[str, Tensor]) -> None:
         """Load the result of `state`."""
         self.rows.copy_(state["ring"])
+        self.rows[:, :, 0] += (self.rows == 0).all(dim=2)  # places never filled, in states of earlier versions
         keys = state.get("ring_keys")  # copied: the next push writes into it
         self.keys = None if keys is None else keys.to(self.rows.device, copy=True)
         self.active, self.head = int(state["active"]), int(state["ring_head"])

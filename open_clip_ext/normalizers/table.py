@@ -58,8 +58,6 @@ class RowNormalizer(RowState, Normalizer):
     def forward(self, batch: Batch, updated: Any = None) -> Tensor:
         columns = self.lookup(batch) if updated is None else updated
         alpha = columns[batch.local, :2].T.to(batch.log_batch.dtype)
-        if updated is not None:  # this is a visit
-            return alpha
         return torch.where(alpha == -math.inf, batch.log_batch, alpha)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:

@@ -345,6 +345,8 @@ def check_batches_of_processes(rank, world):
         loss.set_epoch(0)
         with pytest.raises(ValueError, match=rf"processes \[{world - 2}, {world - 1}\] have the same rows"):
             loss(image[:4], text[:4], tau, index=torch.arange(4) + min(rank, world - 2))
+        with pytest.raises(ValueError, match="index must be int64"):  # before it is sent
+            loss(image[:4], text[:4], tau, index=torch.arange(4 + rank, dtype=torch.int32))
         for pairs in (4, 3):  # of all processes
             loss(image[:pairs], text[:pairs], tau, index=torch.arange(pairs) + rank)
         soon = timedelta(seconds=0.3)

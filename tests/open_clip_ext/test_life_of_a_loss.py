@@ -615,9 +615,14 @@ def test_one_later_batch_of_other_norms_is_found_at_the_next_look(name):
 
 def test_a_row_out_of_range_on_the_device_is_found_without_waiting_for_it(monkeypatch):
     """What a CUDA index meets: no check when called, nothing enters the table, an error at the next look."""
-    loss = make("fastclip-v3")
+    good, loss = make("fastclip-v3"), make("fastclip-v3")
     monkeypatch.setattr(loss, "_check", lambda *args: None)
-    loss(*features(), index=torch.tensor([0, 1, 2, 8]))
+    given = features()
+    gradients = [
+        torch.autograd.grad(one(*given, index=torch.tensor([0, 1, 2, last])), given[:2])
+        for one, last in ((good, 3), (loss, 8))
+    ]
+    torch.testing.assert_close(*gradients)  # of a step that the optimizer takes meanwhile
     assert (loss.full_state()["state.log_u"] == -math.inf).all()
     with pytest.raises(ValueError, match=r"index: step 1 has a row outside \[0, 8\)"):
         loss.raise_if_not_finite()

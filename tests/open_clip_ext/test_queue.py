@@ -174,3 +174,14 @@ def test_prototypes_are_no_more_than_the_samples():
     batches(loss, 8)
     assert loss.normalizer.active == loss.normalizer.weight.shape[1] == 120
     assert "prototypes (restarted every 500 steps, adagrad at 1), 120 for as many samples" in loss.description()
+
+
+def test_places_never_filled_of_an_earlier_state_are_unit_vectors():
+    """They were zeros, and a batch that is not finite fills a place with what is there."""
+    loss = create_loss("queue", epochs=1, queue_size=6)
+    loss.set_epoch(0)
+    loss(*(torch.eye(3, 8), torch.eye(3, 8)), torch.tensor(10.0))
+    state = loss.full_state()
+    state["state.ring"][:, 3:] = 0
+    loss.load_full_state(state)
+    assert (loss.normalizer.ring.rows.norm(dim=2) == 1).all()
