@@ -96,6 +96,8 @@ def test_a_resumed_run_knows_its_start_and_its_best(run, pretrained, evaluations
     evaluations([0.3])
     other = run("y", f"{flags} --epochs 2 --resume {first}/checkpoints/epoch_1.pt")
     assert torch.load(other.path / BEST, weights_only=True)["metrics"][RECALL] == 0.3
+    assert f"from here on; earlier ones stay in '{first / BEST}'" in other.log
+    assert "from here on" not in experiment.log
 
 
 def test_a_best_may_be_zero_and_no_nan_is_one(run, pretrained, evaluations, tmp_path):

@@ -32,6 +32,16 @@ def test_a_file_that_goes_while_it_is_copied_and_half_written_ones(logs, tmp_pat
     assert copied == {"epoch_0_step_2.pt": b"content", "epoch_0_step_4.pt": b"content"}
 
 
+def test_a_file_of_as_many_bytes_as_its_copy(logs, tmp_path, monkeypatch):
+    remote, name = tmp_path / "remote", "checkpoints/epoch_0_step_2.pt"
+    assert copy(str(logs), str(remote), "fsspec")
+    (logs / name).write_bytes(b"CONTENT")
+    unchanged = remote / "checkpoints/epoch_0_step_4.pt"
+    os.utime(unchanged, (0, 0))
+    assert copy(str(logs), str(remote), "fsspec")
+    assert (remote / name).read_bytes() == b"CONTENT" and os.stat(unchanged).st_mtime == 0
+
+
 def test_a_copy_that_fails_is_one_line(logs, tmp_path, caplog):
     (tmp_path / "file").write_bytes(b"")
     assert not copy(str(logs), str(tmp_path / "file/remote"), "fsspec")

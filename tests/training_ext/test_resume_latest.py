@@ -14,7 +14,8 @@ from conftest import LOSSES, ext_main, run_main
 from open_clip_train.main import get_latest_checkpoint
 
 from open_clip_ext.files import temporary_name
-from training_ext.data.checkpoint_files import BEFORE_RENAME, latest_checkpoint
+from training_ext.core.state import KEY
+from training_ext.data.checkpoint_files import BEFORE_RENAME, latest_checkpoint, most_trained
 
 FLAGS = f"{LOSSES['fastclip-v3']} --workers 0"
 
@@ -75,8 +76,21 @@ def test_a_run_removes_what_a_kill_left_half_written(run, datasets):
     (folder / "epoch_9.pt.partial").write_bytes(b"half")
     Path(temporary_name(str(folder / "epoch_9"))).touch()
     (folder / "epoch_latest.partial").mkdir()
+    Path(temporary_name(str(folder / "tmp.pt"))).touch()
+    of_another_command = Path(temporary_name(str(folder / "between.pt")))
+    of_another_command.touch()
     run("x", f"{common} --epochs 2 --resume latest")
-    assert {path.name for path in folder.iterdir()} == {"epoch_1.pt", "epoch_2.pt"}
+    assert {path.name for path in folder.iterdir()} == {"epoch_1.pt", "epoch_2.pt", of_another_command.name}
+
+
+def test_steps_of_a_recovery_are_none_of_the_training(tmp_path):
+    """A run with --save-most-recent is stopped within it; the next, without the flag, trains."""
+    for name, components in (
+        ("epoch_latest.pt", {"exact_resume": {"position": {"batches": 9}}, "recovery": {"epochs": 2, "done": 1}}),
+        ("epoch_0_step_5.pt", {"exact_resume": {"position": {"batches": 5}}, "recovery": {"epochs": 2}}),
+    ):
+        torch.save({"epoch": 0, "optimizer": {}, KEY: {"components": components}}, tmp_path / name)
+    assert most_trained(str(tmp_path)) == str(tmp_path / "epoch_0_step_5.pt")
 
 
 @pytest.mark.parametrize(

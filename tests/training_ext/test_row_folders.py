@@ -269,7 +269,7 @@ def test_a_recovery_and_its_file(run, killed, datasets, tmp_path):
     common = f"{datasets['shapes']} --loss tuneclip --osr-epochs 2 --tau-init 0.05 --lr 1e-3 --workers 0 --epochs 1"
     plain = run("plain", f"{common} --osr-save {tmp_path}/plain.state")
     experiment = killed("x", f"{common} {SPLIT} --osr-save {tmp_path}/x.state", 8)
-    (unfinished,) = (experiment.path / "checkpoints").glob("epoch_0_step_6.rows-*")
+    (unfinished,) = (experiment.path / "checkpoints").glob("epoch_0_step_0.rows-*")
     experiment = run("x", f"{common} {SPLIT} --osr-save {tmp_path}/x.state --resume latest")
     assert not unfinished.exists() and len([*tmp_path.glob("x.state.rows-*")]) == 1
     same(whole(experiment, 1), plain.checkpoint(1))

@@ -249,7 +249,7 @@ def test_an_interrupted_recovery_goes_on(run, datasets, pretrained, killed, tmp_
         with pytest.raises(Killed):
             run_main(ext_main, f"{flags} --resume latest", tmp_path / "logs")
         assert seen[0] == first and seen[-1] == at
-        assert [path.name for path in (tmp_path / "logs/broken/checkpoints").iterdir()] == ["epoch_0_step_3.pt"]
+        assert [path.name for path in (tmp_path / "logs/broken/checkpoints").iterdir()] == ["epoch_0_step_0.pt"]
     seen = killed(None)
     assert not run_main(ext_main, f"{flags} --resume latest", tmp_path / "logs")
     assert seen == [0, 1]  # the recovery was complete
@@ -488,10 +488,11 @@ def test_an_interrupted_recovery_of_something_else(datasets, pretrained, killed,
         ("--osr-epochs 3", "give --osr-epochs 2"), ("--osr-epochs 2 --osr-surrogate hinge", "has identity; give that"),
     ]:
         line = ends(f"{common} {flags} --resume latest")
-        assert part in line and "epoch_0_step_6.pt" in line
+        assert part in line and "epoch_0_step_0.pt" in line
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     killed(None)
     (tmp_path / "notes.txt").write_text("not statistics")
     saved = f"--osr-save {tmp_path}/notes.txt --resume latest"
     assert not run_main(ext_main, f"{common} --osr-epochs 2 {saved}", tmp_path / "logs")
     assert (tmp_path / "notes.txt").read_text() == "not statistics"
+    assert f"'{tmp_path}/notes.txt' exists and is left as it is" in Experiment(tmp_path / "logs", "x").log

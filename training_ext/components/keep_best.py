@@ -72,11 +72,16 @@ class KeepBest(Component):
         before_training = [line for line in read_metrics(folder, EVAL) if line["epoch"] == 0]
         self._start = before_training[0] if before_training else {}
         path = os.path.join(folder, BEST)
-        if self.keep_best is not None and os.path.exists(path):
+        earlier = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(self.args.resume))), BEST)
+        if self.keep_best is None:
+            return
+        if os.path.exists(path):
             try:
                 self._best = load_mapped(path)["metrics"].get(self.keep_best)
             except Exception as error:
                 logging.warning(f"The best weights in '{path}' cannot be read: {one_line(error)}")
+        elif os.path.exists(earlier):
+            logging.warning(f"'{path}' will have the best weights from here on; earlier ones stay in '{earlier}'")
 
     def epoch(self, epoch: Epoch, train: Callable[[Epoch], None]) -> None:
         if self._evaluates_start:

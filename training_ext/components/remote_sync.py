@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import suppress
 from typing import Any
 
@@ -42,11 +42,34 @@ class WholeFiles:
         return self._file.read()
 
 
+class ChangedFiles:
+    """The copies that are up to date, in place of fsspec's mapping of the remote folder.
+
+    OpenCLIP leaves out a file whose copy has as many bytes, also if they differ, as those of a new best.pt.
+
+    Args:
+        copies: fsspec's mapping.
+        files: those to copy, of which one is read at a time.
+    """
+
+    def __init__(self, copies: MutableMapping[str, bytes], files: WholeFiles):
+        self._copies, self._files = copies, files
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._copies and self._copies[name] == self._files[name]
+
+    def __getitem__(self, name: str) -> bytes:
+        return self._files[name]
+
+    def __setitem__(self, name: str, content: bytes) -> None:
+        self._copies[name] = content
+
+
 def copy(local: str, remote: str, protocol: str) -> bool:
     """OpenCLIP's `remote_sync`, without files that are half-written; False if it failed, which is logged."""
-    mapper, run = fsspec.get_mapper, subprocess.run
+    mapper, run, files = fsspec.get_mapper, subprocess.run, WholeFiles(local)
     replacements = {
-        "fsspec.get_mapper": lambda folder: WholeFiles(folder) if folder == local else mapper(folder),
+        "fsspec.get_mapper": lambda folder: files if folder == local else ChangedFiles(mapper(folder), files),
         "subprocess.run": lambda command, **kwargs: run([*command, "--exclude", f"*{PARTIAL}"], **kwargs),
     }
     try:

@@ -25,6 +25,7 @@ from training_ext.openclip.loading import load_mapped
 NAME, PATTERN = "epoch_{epoch}_step_{step}.pt", re.compile(r"epoch_\d+_step_\d+\.pt")
 EPOCH = re.compile(r"epoch_\d+\.pt")
 BEFORE_RENAME = "tmp.pt"  # OpenCLIP's name of a --save-most-recent file until it is complete
+HALF_WRITTEN = (".epoch_", f".{BEFORE_RENAME}", "epoch_")  # begin of such names that no other command uses
 
 
 def progress(path: str) -> tuple[int, int]:
@@ -35,7 +36,10 @@ def progress(path: str) -> tuple[int, int]:
         return load_mapped(os.path.join(path, SHARDED_PARTS[-1]))["epoch"], 0  # at the end of an epoch only
     loaded = load_mapped(path)
     entry = entry_of(loaded) or {}
-    resume_state = entry.get("older") or entry.get("components", {}).get("exact_resume", {})
+    components = entry.get("components", {})
+    if "done" in components.get("recovery", {}):  # within a recovery, whose batches are not the training's
+        return 0, 0
+    resume_state = entry.get("older") or components.get("exact_resume", {})
     return loaded["epoch"], (resume_state.get("position") or {}).get("batches", 0)
 
 
@@ -70,7 +74,8 @@ def save_within(plan: Plan, training: Training, epoch: Epoch, step: int) -> None
     """Save a checkpoint after `step` steps of an epoch in place of earlier ones; every process calls this."""
     args, state = plan.args, training.state
     done = epoch.number if epoch.is_training else 0  # completed epochs of the training
-    name = NAME.format(epoch=done, step=step)
+    # A recovery's is the least of all names, since it stays in a remote folder beside those of the training.
+    name = NAME.format(epoch=done, step=step if epoch.is_training else 0)
     state.gather(training, done, name.removesuffix(".pt"))
     content = epoch.content(done) if plan.is_first or plan.shards_model else None
     if plan.is_first:
@@ -111,7 +116,7 @@ def remove_folders(folder: str) -> None:
         os.remove(file)
     paths = [os.path.join(folder, name) for name in os.listdir(folder)]
     for path in paths:
-        if path.endswith(PARTIAL):
+        if path.endswith(PARTIAL) and os.path.basename(path).startswith(HALF_WRITTEN):
             shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
     sharded = [os.path.join(path, SHARDED) for path in paths if os.path.isdir(path)]
     # Recovered statistics (--osr-save) may lie here, too, with rows of their own in FILE.rows-*.

@@ -4,6 +4,7 @@ The algorithm is that of `open_clip_ext.recovery`.
 """
 
 import hashlib
+import logging
 import os
 from argparse import Namespace
 from collections.abc import Iterator
@@ -142,6 +143,8 @@ class StatisticsRecovery:
     def save(self, path: str) -> None:
         """Write the statistics on process 0, unless a run that this one resumes has; every process calls this."""
         if object_of_first(os.path.exists(path)):  # a new run is refused then
+            if self.args.rank == 0:
+                logging.info(f"--osr-save: '{path}' exists and is left as it is")
             return
         loss = self.training.loss
         state, folder = ({}, None) if loss is None else row_folders.save_state(self.args, loss, path)
