@@ -343,3 +343,9 @@ def test_the_plan_of_a_model_with_frozen_batch_norms():
     model, *_ = tried_models(parse_args(flags))
     trained = {name for name, one in model.named_parameters() if one.requires_grad}
     assert trained and not any(name.startswith("visual.") or name == "logit_scale" for name in trained)
+
+
+def test_the_plan_with_a_reference_model_of_a_hub():
+    """The reference alone needs a download; the model is measured all the same."""
+    reference = "--loss drrho-clip --distill-model hf-hub:foo/bar --distill-pretrained openai"
+    assert len(tried_models(parse_args(f"{reference} --model ViT-B-32 --train-data x.tar".split()))) == 1
