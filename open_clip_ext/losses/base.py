@@ -231,8 +231,8 @@ class Loss(LossState):
 
     def _value(self, inputs: Inputs, update_state: bool, shares: bool) -> Tensor:
         """The result of `compute`, or that of the step's first call where its calls share it."""
-        # Autograd refuses tensors of inference mode, as cached embeddings may be.
-        inputs = {name: x.clone() if x is not None and x.is_inference() else x for name, x in inputs.items()}
+        if torch.is_grad_enabled():  # autograd refuses tensors of inference mode, as cached embeddings may be
+            inputs = {name: x.clone() if x is not None and x.is_inference() else x for name, x in inputs.items()}
         if not shares:
             return self.compute(**inputs, update_state=update_state)
         first_call = self._first_call

@@ -104,6 +104,8 @@ def test_features_may_be_of_inference_mode(name, accum_freq):
         loss(image, text, scale, index=index).backward()
         (expected,) = torch.autograd.grad(plain(*(same := features(seed)), index=index), same[1])
         torch.testing.assert_close(text.grad, expected)
+    with torch.no_grad():
+        assert loss.eval()(image, text, scale, index=index).isfinite()
 
 
 @pytest.mark.parametrize(

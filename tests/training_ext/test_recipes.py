@@ -16,7 +16,7 @@ from training_ext.core import hosts
 from training_ext.flags import recipes, run_recipe
 from training_ext.flags.params import parse_args
 from training_ext.flags.recipes import PUBLISHED, TYPES
-from training_ext.flags.trial import tried_models
+from training_ext.flags.trial import failure, tried_models
 from training_ext.tools import dry_run
 
 NAMES = recipes.names()
@@ -343,3 +343,10 @@ def test_the_plan_of_a_model_with_frozen_batch_norms():
     model, *_ = tried_models(parse_args(flags))
     trained = {name for name, one in model.named_parameters() if one.requires_grad}
     assert trained and not any(name.startswith("visual.") or name == "logit_scale" for name in trained)
+
+
+def test_the_plan_with_a_reference_model_of_a_hub():
+    """Nothing is downloaded, and the model is measured all the same."""
+    reference = "--distill-model hf-hub:foo/bar --distill-pretrained openai"
+    args = parse_args(f"--loss drrho-clip --model ViT-B-32 {reference} --train-data x.tar".split())
+    assert failure(args) is None and len(tried_models(args)) == 1

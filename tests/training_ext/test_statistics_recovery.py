@@ -462,12 +462,26 @@ def test_files_that_are_none(refused, recovered, pretrained, tmp_path):
     newer = tmp_path / "newer.state"
     content = torch.load(path, weights_only=True)
     torch.save({**content, "format": 99}, newer)
+    before, within = tmp_path / "before.state", tmp_path / "within.state"
+    torch.save({**content, "format": 1, "done": 0}, before)
+    torch.save({**content, "format": 1, "done": 1, "position": {"batches": 2, "of": 3}}, within)
     for file, part in [
         (tmp_path / "absent", "there is no file"), (tmp_path, "there is no file"), (torn, "cannot be read"),
         (pretrained, "was not written by --osr-save"), (newer, "another open_clip_ext (format 99)"),
+        (before, "of an interrupted recovery (epoch 0 of 1)"), (within, "of an interrupted recovery"),
     ]:
         line = refused(f"{command} --loss tuneclip --osr-load {file}")
         assert "--osr-load" in line and str(file) in line and part in line
+
+
+def test_a_complete_file_of_an_earlier_version_is_loaded(recovered, run, tmp_path):
+    command, path = recovered
+    content = torch.load(path, weights_only=True)
+    later = {name: content.pop(name) for name in ("rows", "states")}
+    torch.save({**content, "format": 1, "done": 1}, tmp_path / "earlier.state")
+    assert later == {"rows": None, "states": {}}
+    experiment = run("x", f"{command} --loss tuneclip --osr-load {tmp_path}/earlier.state")
+    assert "=> loaded the recovered statistics" in experiment.log
 
 
 def test_where_a_file_must_not_be(refused, recovered, tmp_path):

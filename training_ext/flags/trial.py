@@ -45,7 +45,7 @@ def try_start(args: Namespace) -> None:
     Raises:
         InputError: one line with the flag and OpenCLIP's error.
     """
-    if needs_download(args):
+    if needs_download(args.model):
         return
     error = failure(args)
     if error is None:
@@ -62,16 +62,16 @@ def try_start(args: Namespace) -> None:
             raise in_words(error, args, name) from error
 
 
-def needs_download(args: Namespace) -> bool:
-    models = filter(None, (args.model, args.distill_model))
-    return any(":" in name or "hf_model_name" in (known_config(name) or {}).get("text_cfg", {}) for name in models)
+def needs_download(model: str | None) -> bool:
+    """Whether a name of --model or --distill-model is from a hub, or has a text tower that is."""
+    return model is not None and (":" in model or "hf_model_name" in (known_config(model) or {}).get("text_cfg", {}))
 
 
 def tried_models(args: Namespace) -> list[Any]:
     """The model in training as OpenCLIP's main makes it, without memory for its weights, and the reference model if
-    there is one; [] if one of them needs a download."""
+    there is one; without those that need a download."""
     models: list[tuple[Any, Callable]] = []
-    if not needs_download(args):
+    if not needs_download(args.model):
         failure(args, models)
     return [model for model, _ in models]
 
@@ -85,6 +85,8 @@ def failure(args: Namespace, models: list[tuple[Any, Callable]] | None = None) -
     module = hosts.installed().main()
     main, names = module.__name__, vars(module)
     tried = Namespace(**{**vars(args), **{name: value for name, value in WITHOUT.items() if name in args}})
+    if needs_download(args.distill_model):
+        tried.distill_model = None
     models = [] if models is None else models
 
     def init_distributed_device(args: Namespace) -> torch.device:

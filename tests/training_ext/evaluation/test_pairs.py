@@ -140,7 +140,7 @@ def test_another_column_is_other_data(pairs, checkpoints, tmp_path, caplog):
     given = ["--checkpoint", checkpoints[0], "--val-data", tmp_path / "two.csv", *COLUMNS[:-1]]
     own, again, other = (scored([*given, text], tmp_path / "one.jsonl") for text in ("text", "text", "other"))
     assert own == again and other["data"] != own["data"]
-    assert caplog.text.count(f"'{tmp_path}/one.jsonl' has 'two.csv' of other data, which is replaced") == 1
+    assert caplog.text.count(f"'{tmp_path}/one.jsonl' has 'two.csv' of other data, or of an earlier version") == 1
 
 
 def test_the_best_of_interpolated_weights(pairs, checkpoints, tmp_path, capsys):

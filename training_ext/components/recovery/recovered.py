@@ -5,6 +5,7 @@ It has tensors, numbers and strings, by parameter name, so it does not depend on
 
 import os
 from argparse import Namespace
+from math import ceil
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def read(path: str) -> dict[str, Any]:
     """Read the file; its tensors stay on disk until they are used.
 
     Raises:
-        InputError: the file is missing, damaged, or not one of recovered statistics.
+        InputError: the file is missing, damaged, not one of recovered statistics, or not complete.
     """
     try:
         content = load_verified(path)
@@ -77,8 +78,13 @@ def read(path: str) -> dict[str, Any]:
         raise InputError(f"{path!r} cannot be read: {one_line(error)}", FLAG) from None
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise InputError(f"{path!r} was not written by --osr-save", FLAG)
-    if content["format"] != FORMAT:
+    if content["format"] > FORMAT:
         raise InputError(f"{path!r} was written by another open_clip_ext (format {content['format']})", FLAG)
+    epochs = ceil(content["epochs"])
+    done = content.get("done", epochs)  # files from before version 0.1 may be of a part of a recovery
+    if done < epochs or content.get("position") is not None:
+        interrupted = f"of an interrupted recovery (epoch {done} of {epochs}) by an earlier version"
+        raise InputError(f"{path!r} is {interrupted}; recover it anew with --osr-epochs", FLAG)
     return content
 
 
@@ -97,7 +103,7 @@ def check_files(args: Namespace, rows: DataRows, resumes: bool) -> None:
     if path is not None and not (resumes and args.uses_ext_loss):
         content = read(path)
         check(content, identity(args, rows), path)
-        row_folders.check(path, content["rows"], content["loss_state"], FLAG)
+        row_folders.check(path, content.get("rows"), content["loss_state"], FLAG)
     if args.osr_save is not None and not resumes:
         if os.path.exists(args.osr_save):
             raise InputError(f"{args.osr_save!r} exists; give another path, or load it with --osr-load", "--osr-save")

@@ -180,7 +180,7 @@ class StatisticsRecovery:
         if self.scaler is not None and content["scaler"]:
             self.scaler.load_state_dict(content["scaler"])
         if self.training.loss is not None:
-            folder = row_folders.folder_of(path, content["rows"], recovered.FLAG)
+            folder = row_folders.folder_of(path, content.get("rows"), recovered.FLAG)
             row_folders.load_state(self.training.loss, content["loss_state"], folder, path, recovered.FLAG)
         for component in self.training.components:  # a file from before version 0.1 has no states of theirs
             if state := content.get("states", {}).get(component.name):

@@ -99,7 +99,8 @@ def check(args: Namespace) -> Plan:
         for column in columns:
             row = column.results.rows.get(task.key)
             if task.kind in (OWN, OWN_PAIRS) and row is not None and row.data != digest:
-                logging.warning(f"{column.results.path!r} has {task.name!r} of other data, which is replaced")
+                other = "of other data, or of an earlier version; it is replaced"
+                logging.warning(f"{column.results.path!r} has {task.name!r} {other}")
             if column.lacks(task, digest):
                 column.todo.append(task)
     return Plan(columns, name, tasks, folders)
