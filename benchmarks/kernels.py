@@ -42,7 +42,7 @@ PARITY = ("clip", "clip in bfloat16", "siglip", "global", "global, keys", "globa
 
 
 class WithoutProducts(fused.FusedPairs):
-    def _add_product(self, gradient: Tensor, weights: Tensor, vectors: Tensor) -> None:
+    def _add_product(self, gradient: Tensor, weights: Tensor, vectors: Tensor, is_first: bool) -> None:
         pass
 
 
@@ -188,8 +188,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
         weights, vectors = torch.randn(args.size, args.size, device=device), fused.half(batch.image)
         weights, gradient, one = fused.half(weights / 256), torch.zeros_like(batch.image), torch.ones((), device=device)
         functions = {
-            "weights @ columns": lambda: fused.add_product(gradient, weights, vectors, one, 1.0),
-            "weights.T @ rows": lambda: fused.add_product(gradient, weights.T, vectors, one, 1.0),
+            "weights @ columns": lambda: fused.add_product(gradient, weights, vectors, one, 1.0, False),
+            "weights.T @ rows": lambda: fused.add_product(gradient, weights.T, vectors, one, 1.0, False),
             "similarities, TF32": lambda: batch.image @ batch.text.T,
         }
         for name, function in functions.items():

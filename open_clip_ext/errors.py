@@ -66,7 +66,7 @@ def reason_of(error: BaseException) -> str:
 def last_line(error: Exception) -> str:
     """Message of an error; if a loader worker raised it, the last line of the traceback that is its text."""
     line = str(error).strip().splitlines()[-1]
-    return line.removeprefix(f"{InputError.__module__}.{InputError.__name__}: ")
+    return line.removeprefix(f"{type(error).__module__}.{type(error).__name__}: ")
 
 
 class MachineError(InputError):

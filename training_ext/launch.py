@@ -6,7 +6,6 @@ from open_clip_ext.errors import MachineError
 from open_clip_ext.losses import NonFiniteError
 from training_ext.core import hosts
 from training_ext.core.component import Components
-from training_ext.core.reported import reported
 from training_ext.core.run import Run, check_seams
 from training_ext.data.checkpoint_files import last_saved
 from training_ext.data.usual import likely_cause
@@ -38,5 +37,4 @@ def train(run: Run) -> None:
         saves = run.training.steps > 0 or isinstance(error, MachineError)
         return cause + (last_saved(run.args) if saves else "")
 
-    with reported(run, advice):
-        run.train()
+    run.train(advice)

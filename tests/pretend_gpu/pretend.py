@@ -19,8 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from open_clip_ext.losses.checks import NEVER
-
 # Operations whose result, or its shape, depends on values: the host must see them first.
 READS = (
     "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::masked_select",
@@ -139,10 +137,10 @@ class PretendGPU(TorchDispatchMode):
 
 
 def _value_like(tensor: Tensor) -> bool | int | float:
-    """What a check reads that finds nothing wrong: False, `NEVER` where a step is noted, or a usual logit scale."""
+    """What a check reads that finds nothing wrong: False, no index, or a usual logit scale."""
     if tensor.dtype == torch.bool:
         return False
-    return 20.0 if tensor.is_floating_point() else NEVER
+    return 20.0 if tensor.is_floating_point() else 0
 
 
 def prepare() -> None:

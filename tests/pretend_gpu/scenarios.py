@@ -155,7 +155,7 @@ def _hidden_bool() -> Any:
 
 
 def _noting(change: Callable[[Tensor], Any]) -> Any:
-    return patch.object(losses.Loss, "note", lambda self, problems: change(problems))
+    return patch.object(losses.Loss, "note", lambda self, problems, names=None: change(problems))
 
 
 def _gathering(change: Callable[[Tensor], Tensor]) -> Any:
@@ -174,7 +174,7 @@ def _one_more_of_process_1(rank: int) -> None:
 PLANTED: dict[str, tuple[Callable[[], Any], Callable[[], None]]] = {
     "a table in host memory": (_table_in_host_memory, lambda: briefly("sogclr", {})),
     "a hidden bool": (_hidden_bool, lambda: briefly("neuclip", SMALL["neuclip"])),
-    "a mask": (lambda: _noting(lambda found: found[found]), lambda: briefly("sogclr", {})),
+    "a mask": (lambda: _noting(lambda found: found[found > 0]), lambda: briefly("sogclr", {})),
     "a copy from host memory": (
         lambda: _noting(lambda found: torch.tensor(False, device=found.device)), lambda: briefly("sogclr", {})
     ),

@@ -1,11 +1,11 @@
-"""How a training ends: its error in one line, the last of its log, and the end of its components."""
+"""How a training ends that fails: its error in one line, the last of its log."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from open_clip_ext.errors import InputError, MachineError, Stopped, fault_of_machine
+from open_clip_ext.errors import InputError, MachineError, Stopped, fault_of_machine, last_line
 from open_clip_ext.exit_codes import line_and_code
 from open_clip_ext.losses import NonFiniteError
 from training_ext.core.plan import Plan
@@ -14,31 +14,16 @@ if TYPE_CHECKING:
     from training_ext.core.run import Run
 
 
-@contextmanager
-def reported(run: "Run", advice: Callable[[BaseException], str] = lambda error: "") -> Iterator[None]:
-    """Within the block `run` trains; then its components end, after an error once it is in the log.
+def reported(error: BaseException, run: "Run", advice: Callable[[BaseException], str]) -> BaseException:
+    """The error of a training as its command tells it, once it is in the log: InputError for bad input or where the
+    machine failed before the first step, MachineError where it failed later, others as they are.
 
     Args:
-        advice: the end of an error's line.
-
-    Raises:
-        InputError: bad input, or the machine failed before the first step.
-        MachineError: it failed later: a full disk, a worker that was killed.
-        NonFiniteError: the training met a NaN or an infinity.
+        advice: gives the end of an error's line.
     """
-    completed = False
-    try:
-        yield
-        completed = True
-    except BaseException as error:
-        described = _in_words(error, run, advice)
-        _add_to_log(described, "" if isinstance(error, Stopped) or described is not error else advice(error))
-        if described is error:
-            raise
-        raise described from None
-    finally:
-        for component in run.components:
-            component.end(completed)
+    described = _in_words(error, run, advice)
+    _add_to_log(described, "" if isinstance(error, Stopped) or described is not error else advice(error))
+    return described
 
 
 def _in_words(error: BaseException, run: "Run", advice: Callable[[BaseException], str]) -> BaseException:
@@ -52,7 +37,8 @@ def _in_words(error: BaseException, run: "Run", advice: Callable[[BaseException]
     if not isinstance(error, InputError) or not (run.training.steps or isinstance(error, MachineError)):
         return error
     kind = type(error) if run.training.steps else InputError
-    return kind(f"{error.text}{advice(error)}", error.argument)
+    text = last_line(error) if error.argument is None else error.text
+    return kind(f"{text}{advice(error)}", error.argument)
 
 
 def _add_to_log(error: BaseException, advice: str) -> None:

@@ -18,7 +18,6 @@ from training_ext.core import hosts
 from training_ext.core.flags import OPEN_CLIP_TAU_MIN, parse
 from training_ext.core.loss import LossItems, build_loss
 from training_ext.core.optimizer import given_settings
-from training_ext.core.reported import reported
 from training_ext.core.rows import TrainData
 from training_ext.core.seam import RUN, Seam, in_place
 from training_ext.core.state import State
@@ -210,17 +209,34 @@ class Run:
         if not self.is_besides:
             self.state.gather(self.training, self._epoch + 1)
 
-    def train(self) -> None:
-        """Run OpenCLIP's main with the names of the seams replaced.
+    def train(self, advice: Callable[[BaseException], str] = lambda error: "") -> None:
+        """Run OpenCLIP's main; then the components end.
+
+        Args:
+            advice: gives the end of an error's line.
 
         Raises:
-            InputError: OpenCLIP ended before it trained.
+            InputError: OpenCLIP ended before it trained, bad input, or the machine failed before the first step.
+            MachineError: it failed later: a full disk, a worker that was killed.
+            NonFiniteError: the training met a NaN or an infinity.
         """
-        with in_place(self.seams(), RUN):
-            if self.host.main().main([]):
-                flag = None if self.args.remote_sync is None else "--remote-sync"
-                raise InputError("OpenCLIP ended before it trained; the reason is in its own output above", flag)
-        self.state.tell_if_done()
+        completed = False
+        try:
+            with in_place(self.seams(), RUN):
+                if self.host.main().main([]):
+                    flag = None if self.args.remote_sync is None else "--remote-sync"
+                    raise InputError("OpenCLIP ended before it trained; the reason is in its own output above", flag)
+            self.state.tell_if_done()
+            completed = True
+        except BaseException as error:
+            from training_ext.core.reported import reported
+
+            if (described := reported(error, self, advice)) is error:
+                raise
+            raise described from None
+        finally:
+            for component in self.components:
+                component.end(completed)
 
 
 def check_seams(host: ModuleType) -> None:
@@ -257,8 +273,7 @@ def start(argv: list[str]) -> Run | None:
     with ExitStack() as until:
         run.prepare(until)
         run.state.check()
-        with reported(run):
-            run.train()
+        run.train()
     return run
 
 

@@ -253,7 +253,8 @@ class BadSamples(Component):
 
     def _bad(self) -> dict[int, int]:
         """The kinds of the bad shards of this epoch, by number."""
-        return {int(number): int(self._bad_shards[number]) for number in self._bad_shards.nonzero()[:, 0]}
+        kinds = self._bad_shards.clone()  # nonzero() counts before it writes, and another worker may add one meanwhile
+        return {int(number): int(kinds[number]) for number in kinds.nonzero()[:, 0]}
 
     def totals(self) -> list[int]:
         """Counts of this epoch so far, over all workers."""
