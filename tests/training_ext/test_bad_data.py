@@ -476,6 +476,7 @@ def test_shards_without_a_pair_that_nobody_could_see(ended, shards, monkeypatch,
     data = shards(lambda row, name, content: (name, b"nothing" if ".png" in name else content))
     line, log = ended(f"--epochs 1 --workers {workers} {LOSSES[loss]} {data} {resampled}")
     assert ("500 samples, or 5 shards, in a row" if resampled else "have 0 usable samples") in line, line
+    assert line.startswith("open_clip_ext: error: --train-data: "), line  # also of a worker's error
     assert "cannot identify image" in line or "whose image or caption cannot be read" in line
     assert log.count("Others like it are counted") == 1
 
