@@ -27,18 +27,20 @@ def visit(table, visited, index, gamma, update):
     return table[:, index]
 
 
-def close(actual, expected, tau, nothing=False):
+def close(actual, expected, tau, nothing=False, addend=1e-6):
     """Assert that two tensors agree as closely as the type of `actual` lets them.
 
     An exponent (s_ij - s_ii) / tau is at most 2 / tau, and the rounding of its similarities by eps becomes a relative
     error of 2 eps / tau in its exponential. Sums over the dimension, the batch and a few visits add some such errors:
-    64 of them are allowed, relative to the largest of `expected`.
+    64 of them are allowed, relative to the largest of `expected` or, if that is larger, to `addend`.
 
     Args:
         tau: the lowest temperature.
         nothing: whether `expected` may be 0 throughout, where there is nothing to compare.
+        addend: the size of the numbers whose sum `expected` is, where they may cancel. A loss's value is a mean of
+            log-normalizers, whose errors are absolute, times tau.
     """
     largest = expected.abs().max().item()
     assert nothing or largest > 1e-5, "nothing to compare"
-    bound = 64 * torch.finfo(actual.dtype).eps * max(2 / float(tau), 1.0) * max(largest, 1e-6)
+    bound = 64 * torch.finfo(actual.dtype).eps * max(2 / float(tau), 1.0) * max(largest, addend)
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound)
