@@ -221,7 +221,8 @@ def test_one_temperature(name, shape, dtype, monkeypatch):
             expected = *expected[:2], expected[2] + again
         value = loss(*s.features, s.logit_scale, index=s.index, **case.more(s))
         found = torch.autograd.grad(value, [*s.features, s.logit_scale], allow_unused=True)
-        close(value.detach(), objective.detach(), lowest, nothing, addend=tau if loss.temperature.scales_encoders else 1.0)
+        addend = tau if loss.temperature.scales_encoders else 1.0
+        close(value.detach(), objective.detach(), lowest, nothing, addend)
         assert (found[2] is not None) == loss.trains_logit_scale
         for one, other in zip(found[: 2 + loss.trains_logit_scale], expected, strict=False):
             close(one, other, lowest, nothing)
