@@ -64,7 +64,7 @@ class StepGraph:
         """Run all further steps without a graph, with one warning."""
         if not self.failed:
             logging.warning(f"{self.flag}: no CUDA graph ({reason}); steps go on without one")
-        self.failed, self._inputs = True, {}
+        self.failed, self._inputs, self._actions, self._held, self.result = True, {}, [], (), None
 
     def run(self, step: Callable[..., Any], inputs: Mapping[str, Tensor | None], depends_on: tuple[Any, ...]) -> Any:
         """`step(**inputs)`, without autograd's graph of the inputs; the next run overwrites a result's tensors.
@@ -90,6 +90,7 @@ class StepGraph:
             except RuntimeError as error:
                 # The end of a failed capture fails, too.
                 self.give_up(str(error.__context__ or error).strip().partition("\n")[0])
+            if self.failed:  # outside the handler, whose error keeps what the capture allocated
                 return step(**inputs)
         for name, tensor in tensors.items():
             self._inputs[name].copy_(tensor, non_blocking=True)
@@ -122,6 +123,12 @@ class StepGraph:
             # The outer context returns to the current stream; torch's own does not where the end of a capture fails.
             with torch.cuda.stream(torch.cuda.current_stream(device)), graph:
                 self.result = step(**dict.fromkeys(inputs) | self._inputs)
+        except RuntimeError:
+            self.graph.reset()  # its memory
+            # Before torch 2.13 a capture that fails leaves the generator in it, and whatever draws next would raise.
+            generator = torch.cuda.default_generators[device.index]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
         finally:
             self.capturing = False
             for group in groups:

@@ -41,6 +41,9 @@ class RecordedGraph(TorchDispatchMode):
         self.calls.append((op, args, kwargs, tensors_of(made)))
         return made
 
+    def reset(self):
+        self.calls, self.contents = [], {}
+
     def end(self):
         for memory, before in filter(None, self.contents.values()):
             memory.copy_(before)
@@ -56,11 +59,24 @@ class RecordedGraph(TorchDispatchMode):
                     target.copy_(tensor)
 
 
+class Generator:
+    """A stand-in for a CUDA device's, of torch before 2.13: a capture that fails leaves it in one."""
+
+    def __init__(self, capturing: bool = False):
+        self.capturing = capturing
+
+    def clone_state(self) -> "Generator":
+        return Generator()
+
+    def graphsafe_set_state(self, other: "Generator") -> None:
+        self.capturing = other.capturing
+
+
 class Streams:
     """A stand-in for torch.cuda's streams, numbered; 0 is the default."""
 
     def __init__(self):
-        self.current, self.made = 0, 0
+        self.current, self.made, self.generator = 0, 0, Generator()
 
     def new(self, device) -> int:
         self.made += 1
@@ -78,7 +94,7 @@ class Streams:
     def capture(self, graph: RecordedGraph, stream: int, capture_error_mode: str):
         """In place of torch.cuda.graph; as there, after a failure the end fails, too, and the stream stays."""
         assert capture_error_mode == "thread_local"
-        before, self.current = self.current, stream
+        before, self.current, self.generator.capturing = self.current, stream, True
         try:
             with graph:
                 yield
@@ -86,4 +102,4 @@ class Streams:
             raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
         finally:
             graph.end()
-        self.current = before
+        self.current, self.generator.capturing = before, False

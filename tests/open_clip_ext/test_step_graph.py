@@ -36,7 +36,7 @@ def gpu(monkeypatch):
     streams = Streams()
     stand_ins = {
         "CUDAGraph": RecordedGraph, "graph": streams.capture, "Stream": streams.new, "stream": streams.use,
-        "current_stream": lambda device: streams.current,
+        "current_stream": lambda device: streams.current, "default_generators": {None: streams.generator},
     }  # fmt: skip
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
@@ -135,7 +135,9 @@ def test_updates_without_a_graph_where_none_can_be_captured(gpu, monkeypatch, ca
                 gpu(graphed)
             expected, actual = (step(loss, number, 16, torch.float32, False) for loss in (eager, graphed))
             assert differences(expected, actual) == []
-        assert gpu.streams.current == 0
+        assert gpu.streams.current == 0 and not gpu.streams.generator.capturing
+        graph = graphed.normalizer.update_graph
+        assert not (graph.result or graph._inputs or graph._held or (device == "cpu" and graph.graph.calls))
         assert [(record.levelno, record.message) for record in caplog.records] == [
             (logging.WARNING, f"npn_graph: no CUDA graph ({reason}); steps go on without one")
         ]
