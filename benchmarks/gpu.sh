@@ -4,27 +4,30 @@
 #
 #   bash benchmarks/gpu.sh                        all parts; tables on the terminal, JSON in gpu-results/
 #   bash benchmarks/gpu.sh parity loss            these parts
+#   bash benchmarks/gpu.sh decide                 what no GPU has shown yet, in BUDGET seconds (540): OUT then has two
+#                                                 files, decide.txt and decide.tgz
 #   ICONS=icons bash benchmarks/gpu.sh icons      with the folder of `make_shards icons` (docs/icons.md); BATCHES="64 32"
 #                                                 trains at these batches alone
 #   PEERS=peers.py bash benchmarks/gpu.sh loss    also losses of other code, see benchmarks/loss.py
-#   TINY=1 bash benchmarks/gpu.sh                 the same commands on a CPU in a few minutes, to try the script
+#   TINY=1 bash benchmarks/gpu.sh                 the same commands on a CPU in a few minutes, to try the script; also
+#                                                 with decide
 #
 # PYTHON is the interpreter (default: python), OUT the folder of the results. Nothing is downloaded. A part that fails
 # does not stop the others; the exit code is the number of failed parts.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-python} OUT=${OUT:-gpu-results} LIMIT=${LIMIT:-480}
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export PYTHON=${PYTHON:-python} OUT=${OUT:-gpu-results} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+LIMIT=${LIMIT:-480}
 mkdir -p "$OUT"
 
 if [[ -n ${TINY:-} ]]; then
     device=cpu precision=fp32 seconds=0.1
     sizes=(--batch-sizes 16 --dims 16 -m 64 --num-samples 1000)
-    network=(--batch-sizes 16 -m 64 --dim 16 --also bfloat16)
+    network=(--batch-sizes 16 -m 64 --dim 16 --also graph bfloat16) trial=(--batch-sizes 4 -m 8 --dim 8 --updates 1 --kinds triton)
     rows=(--rows 1000 10000 --batch-size 64)
     models=("ViT-shapes-tiny 4") consecutive=2 prototypes=16 cases=("ViT-shapes-tiny 4 neuclip")
     parity=(--batch-size 16 --dim 16 -m 64 --num-samples 200 --steps 4)
-    demo=(--samples 512 --epochs 1 --batch 8 --processes 1) epochs=1 samples=64 batches="16" warmup=1
+    epochs=1 samples=64 batches="16" warmup=1
     graphs=(--batch-sizes 16 --dims 16 -m 64 --num-samples 1000) graphed=fastclip-v3 small=4
     pairs=(--train-num-samples 64 --batch-size 4)
     kernels=(--batch-sizes 70 --size 64 --dim 32 --processes 0) fused=(--batch-sizes 16 --dims 16 --num-samples 100)
@@ -32,18 +35,32 @@ else
     device=cuda precision=amp_bf16 seconds=4
     sizes=(--batch-sizes 512 1024 4096 16384 65536 --dtypes float32 bfloat16
         --losses clip-chunked siglip-chunked fastclip-v3 isogclr neuclip queue tuneclip amorlip)
-    network=(--batch-sizes 512 1024 4096 --also compile graph bfloat16)
+    network=(--batch-sizes 512 1024 4096 --also compile graph bfloat16) trial=()
     rows=(--rows 100000 1000000 10000000 100000000)
     models=("ViT-B-32 512" "ViT-L-14 64") parity=() consecutive=10 prototypes=4096
     cases=("ViT-B-32 512 clip" "ViT-B-32 2016 neuclip" "ViT-L-14 256 fastclip-v3" "RN50 512 clip"
         "ViT-B-32 12992 clip-chunked --grad-checkpointing")
-    demo=(--processes 1 --batch 128) epochs=10 samples=${ICONS_SAMPLES:-20000} batches="1024 512 256 128 64 32" warmup=500
+    epochs=10 samples=${ICONS_SAMPLES:-20000} batches="1024 512 256 128 64 32" warmup=500
     pairs=(--train-num-samples 20000 --batch-size 128)
     graphs=(--batch-sizes 64 512 4096 8192) small="32 64 128"
     graphed="clip-chunked siglip-chunked fastclip-v3 neuclip"
     kernels=() fused=(--batch-sizes 2048 4096 8192 16384 65536)
 fi
 common=(--device "$device" --seconds "$seconds")
+compared=(neuclip queue fastclip-v3 tuneclip amorlip clip-chunked)
+trained=(clip fastclip-v3 neuclip "neuclip --npn-split" fastclip-v2)
+[[ $device == cpu ]] && export TRITON_INTERPRET=1
+declare -A limits
+if [[ -n ${DECIDE:-} || ${1:-} == decide ]]; then
+    export DECIDE=1
+    models=("${models[0]}") compared=(neuclip)
+    parity+=(--losses scent tempnet drrho-clip neuclip amorlip amorlip-released amorlip-paper tuneclip queue)
+    trained=(clip-chunked fastclip-v3 "neuclip --npn-split")
+    if [[ $device == cuda ]]; then
+        BUDGET=${BUDGET:-540} limits=([loss_graph]=170 [npn]=90 [steps]=60 [ahead]=50 [parity]=70 [processes]=100)
+        fused=(--batch-sizes 8192) pairs=(--train-num-samples 16384 --batch-size 4096)  # where the kernels begin
+    fi
+fi
 
 parity() {  # whether every loss is finite and equal to the CPU's
     "$PYTHON" benchmarks/parity.py --device "$device" "${parity[@]}" --json "$OUT/parity.json"
@@ -52,20 +69,22 @@ loss() {  # time and memory of each loss against ClipLoss
     "$PYTHON" benchmarks/loss.py "${common[@]}" "${sizes[@]}" ${PEERS:+--peers "$PEERS"} --json "$OUT/loss.json"
 }
 kernels() {  # --kernels: errors, times by the size of a tile, and losses with and without the fused kernels
-    [[ $device == cpu ]] && export TRITON_INTERPRET=1
     "$PYTHON" benchmarks/kernels.py --device "$device" "${kernels[@]}" --json "$OUT/kernels.json"
     local status=$?
-    "$PYTHON" benchmarks/loss.py --device "$device" --seconds 0.5 "${fused[@]}" --kernels fused eager \
-        --losses clip-chunked siglip-chunked fastclip-v3 --json "$OUT/loss-kernels.json" && return $status
+    by_kernels --json "$OUT/loss-kernels.json" && return $status
 }
-network() {  # the network's updates against bare matrix products: plain, compiled, as a CUDA graph, in bfloat16
+ahead() {  # the losses with and without the fused kernels where the launches are hidden, as in a training
+    by_kernels --ahead --json "$OUT/ahead.json"
+}
+by_kernels() {
+    "$PYTHON" benchmarks/loss.py --device "$device" --seconds 0.5 "${fused[@]}" --kernels fused eager \
+        --losses clip-chunked siglip-chunked fastclip-v3 "$@"
+}
+network() {  # the network's updates against bare products: plain, compiled, as a CUDA graph, equal in each bit, in bfloat16
     "$PYTHON" benchmarks/network.py "${common[@]}" "${network[@]}" --json "$OUT/network.json"
 }
-graph() {  # --no-npn-graph: whether each bit is as with it, then times of the updates and of whole steps
-    read -r name size <<< "${models[0]}"
-    "$PYTHON" benchmarks/network.py "${common[@]}" "${network[@]}" --also graph --json "$OUT/graph.json" &&
-        "$PYTHON" benchmarks/step_time.py "${common[@]}" --model "$name" --batch-size "$size" --precision "$precision" \
-            --prototypes "$prototypes" --consecutive "$consecutive" --losses neuclip "neuclip, no graph" --json "$OUT/graph-steps.json"
+npn() {  # the trial of fewer passes in these updates: errors, times, and whether to land it
+    "$PYTHON" benchmarks/npn_kernels.py "${common[@]}" "${trial[@]}" --json "$OUT/npn.json"
 }
 loss_graph() {  # --loss-graph: whether each bit is as without it, then times of losses and of whole steps
     local losses=() name
@@ -88,19 +107,13 @@ steps() {  # whole training steps; the goal for neuclip is 1.01 times clip's tim
     for model in "${models[@]}"; do
         read -r name size <<< "$model"
         "$PYTHON" benchmarks/step_time.py "${common[@]}" --model "$name" --batch-size "$size" --precision "$precision" \
-            --prototypes "$prototypes" --consecutive "$consecutive" --losses neuclip queue fastclip-v3 tuneclip \
-            amorlip clip-chunked --json "$OUT/steps-$name.json" || return 1
+            --prototypes "$prototypes" --consecutive "$consecutive" --losses "${compared[@]}" \
+            --json "$OUT/steps-$name.json" || return 1
     done
 }
 memory() {  # what --dry-run predicts, and what is allocated
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "$PYTHON" benchmarks/step_memory.py "${cases[@]}" \
         --device "$device" --precision "$precision" --json "$OUT/memory.json"
-}
-precision() {  # what TF32 and bfloat16 do to the estimates
-    "$PYTHON" benchmarks/precision.py --device "$device" --json "$OUT/precision.json"
-}
-demo() {
-    "$PYTHON" examples/demo.py "${demo[@]}" --folder "$OUT/demo" --device "$device" --precision "$precision"
 }
 tests() {  # the command's tests on this GPU
     local which=(-n 8 tests/training_ext)
@@ -113,21 +126,20 @@ train() {
     local pattern=$1 log=$OUT/$2.txt
     shift 2
     "$PYTHON" "$@" --precision "$precision" --lr 1e-3 --wd 0.1 --logs "$OUT/logs" > "$log" 2>&1 || { tail -3 "$log"; return 1; }
+    grep "WARNING.*kernels: " "$log"
     grep "$pattern" "$log" | tail -1 | grep .  # fails without a line
 }
 processes() {  # two processes on one GPU, which NCCL takes for two hosts, since it refuses that on one
-    local backends=(gloo) where=(--device cpu) loss
-    [[ $device == cpu ]] || backends+=(nccl) where=(--device cuda:0 --no-set-device-rank)
+    local backend=nccl where=(--device cuda:0 --no-set-device-rank) loss
+    [[ $device == cpu ]] && backend=gloo where=(--device cpu)
     export NCCL_SOCKET_IFNAME=lo
-    for backend in "${backends[@]}"; do
-        for loss in clip fastclip-v3 neuclip "neuclip --npn-split" fastclip-v2; do
-            echo "$backend, $loss:"
-            train " loss .*/s " "processes-$backend-${loss// /}" -m torch.distributed.run --standalone --nproc_per_node 2 \
-                --no-python -- bash -c 'NCCL_HOSTID=$RANK exec "$0" -m open_clip_ext.main "$@"' "$PYTHON" \
-                --loss $loss --dist-backend $backend "${where[@]}" --model ViT-shapes-tiny \
-                --dataset-type shapes --workers 1 --epochs 1 --warmup 10 --log-every-n-steps 1 --zeroshot-frequency 0 \
-                --name "processes-$backend-${loss// /}" "${pairs[@]}" || return 1
-        done
+    for loss in "${trained[@]}"; do
+        echo "$backend, $loss:"
+        train " loss .*/s" "processes-${loss// /}" -m torch.distributed.run --standalone --nproc_per_node 2 \
+            --no-python -- bash -c 'NCCL_HOSTID=$RANK exec "$0" -m open_clip_ext.main "$@"' "$PYTHON" \
+            --loss $loss --dist-backend $backend "${where[@]}" --model ViT-shapes-tiny \
+            --dataset-type shapes --workers 1 --epochs 1 --warmup 10 --log-every-n-steps 1 --zeroshot-frequency 0 \
+            --name "processes-${loss// /}" "${pairs[@]}" || return 1
     done
 }
 icons() {  # the main methods of the comparison on icons at each batch, one seed; large batches, the fastest, first
@@ -150,21 +162,32 @@ icons() {  # the main methods of the comparison on icons at each batch, one seed
         done
     done
 }
-export -f parity steps graph loss_graph memory loss kernels network processes icons rows precision demo tests train
 
-failed=0
-for part in "${@:-}"; do
-    parts=(${part:-parity steps graph loss_graph memory loss kernels network processes icons rows precision demo tests})
-    for name in "${parts[@]}"; do
+if [[ ${1:-} == one ]]; then  # timeout cannot run a function
+    "$2"
+    exit
+fi
+run() {  # the parts of these names, each in its time; the number of those that failed
+    local failed=0 name start limit
+    for name in "$@"; do
         echo "== $name"
-        start=$SECONDS
-        # timeout cannot run a function, so it runs a shell, which gets the arrays, since these cannot be exported.
-        if ! timeout "$LIMIT" bash -c "$(declare -p PYTHON OUT device precision seconds sizes network kernels fused rows models cases \
-            graphs graphed small consecutive prototypes parity demo epochs samples batches warmup pairs common); $name"; then
+        start=$SECONDS limit=${limits[$name]:-$LIMIT}
+        if [[ -n ${BUDGET:-} ]] && ((limit > BUDGET - SECONDS)); then limit=$((BUDGET - SECONDS)); fi
+        if ((limit < 1)) || ! timeout "$limit" bash benchmarks/gpu.sh one "$name"; then
             echo "$name: failed"
             failed=$((failed + 1))
         fi
         echo "$name: $((SECONDS - start)) s"
+        [[ -z ${kept:-} ]] || tar -czf "$kept/decide.tgz" --exclude ./logs -C "$OUT" .
     done
-done
-exit $failed
+    return $failed
+}
+if [[ ${1:-} == decide ]]; then
+    kept=$OUT OUT=$(mktemp -d)
+    run loss_graph npn steps ahead parity processes 2>&1 | tee "$kept/decide.txt"
+    exit "${PIPESTATUS[0]}"
+elif (($#)); then
+    run "$@"
+else
+    run parity steps loss_graph memory loss kernels ahead network npn processes icons rows tests
+fi

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from unittest.mock import patch
 
 import torch
-from measuring import begin, finish, now, parser, table
+from measuring import alone, begin, finish, parser, table
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -127,12 +127,7 @@ def cases_of(batch: Batch) -> dict[str, tuple[str, object]]:
 def milliseconds(function, device: torch.device, times: int = 15) -> float:
     """Median of runs that wait for the GPU; there may be a few launches in each."""
     function()
-    found = []
-    for _ in range(times):
-        start = now(device)
-        function()
-        found.append(now(device) - start)
-    return 1e3 * statistics.median(found)
+    return 1e3 * statistics.median(alone(function, device) for _ in range(times))
 
 
 def compile_some(given: tuple[str, int, list[tuple[str, tuple]]]) -> None:

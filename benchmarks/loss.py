@@ -31,6 +31,7 @@ from measuring import (
     begin,
     fill,
     finish,
+    note,
     parser,
     peak_memory,
     reference_of,
@@ -109,7 +110,7 @@ def compare(
     functions = {"ours": ours, "clip": clip, "batch": BatchProducts(batch, dim, device, 1 if sigmoid else 2)}
     if CLIP_BLOCKS * 4 * batch**2 >= total_memory(device):
         del functions["clip"]
-        times = alternate(functions, device, seconds=args.seconds)
+        times = alternate(functions, device, seconds=args.seconds, is_ahead=args.ahead)
         limit = summary(times, "ours", "batch")
         result |= {"seconds": limit["seconds"], "limit": limit, "bytes": peak_memory(ours, device)}
         return result
@@ -120,7 +121,7 @@ def compare(
         ours()
         loss.set_epoch(1)
         functions = {name: Repeated(function, loss.amor_online_every) for name, function in functions.items()}
-    times = alternate(functions, device, seconds=args.seconds)
+    times = alternate(functions, device, seconds=args.seconds, is_ahead=args.ahead)
     result |= summary(times, "ours", "clip")
     if needs_products:
         result["to_clip_and_products"] = summary(times, "ours", ["clip", "products"])
@@ -155,6 +156,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     flags.add_argument("-m", type=int, default=4096, help="prototypes of neuclip, length of the queue (at least 4 B)")
     flags.add_argument("--num-samples", type=int, default=1_000_000, help="rows of the tables")
     flags.add_argument("--kernels", nargs="+", choices=("auto", "eager", "fused"), default=[None], help="default: auto")
+    flags.add_argument("--ahead", action="store_true", help="on a GPU times where the host is ahead, as in a training")
     flags.add_argument(
         "--peers", default={}, type=lambda path: runpy.run_path(path)["PEERS"], help="file with losses of other code"
     )
@@ -171,7 +173,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     for case in tqdm(cases, desc="losses"):
         least = dict.fromkeys(choice.LEAST_PAIRS, 0) if case[-1] == "fused" else {}
         with patch.dict(choice.LEAST_PAIRS, least):
-            results.append(compare(*case, device, args))
+            results.append(note(compare(*case, device, args)))
     print(table([cells(result) for result in results]))
     finish(args, device, results)
     return results

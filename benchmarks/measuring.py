@@ -6,6 +6,7 @@ import json
 import platform
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from open_clip_ext.normalizers.ring import RingNormalizer
+
+CYCLES = 2e9  # of a GPU in a second, about
 
 
 def now(device: torch.device) -> float:
@@ -35,24 +38,49 @@ class Repeated:
             self.function()
 
 
+def alone(function: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of a call that waits for the device."""
+    start = now(device)
+    function()
+    return now(device) - start
+
+
+def ahead(function: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of a call on a GPU that has other work while the host launches it, as in a training: between events
+    behind a kernel that sleeps until a few calls are launched. The driver's queue holds about a thousand launches."""
+    for calls, asleep in ((3, 0.02), (3, 0.1), (1, 0.1), (1, 0.5)):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(asleep * CYCLES))
+        start.record()
+        for _ in range(calls):
+            function()
+        end.record()
+        is_asleep = not start.query()
+        end.synchronize()
+        if is_asleep:
+            return start.elapsed_time(end) / 1e3 / calls
+    raise RuntimeError("a call waits for the GPU, or its launches take more than half a second")
+
+
 def alternate(
-    functions: dict[str, Callable[[], Any]], device: torch.device, least: int = 5, seconds: float = 4.0
+    functions: dict[str, Callable[[], Any]], device: torch.device, least: int = 5, seconds: float = 4.0,
+    is_ahead: bool = False,
 ) -> dict[str, list[float]]:
     """Call all functions in turn, repeatedly; return the seconds of each call by function.
 
     Args:
         least: minimum number of rounds, after one for warm-up.
         seconds: minimum total time.
+        is_ahead: on a GPU, whether the host is `ahead`.
     """
+    measure = ahead if is_ahead and device.type == "cuda" else alone
     times: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
         function()
     started = now(device)
     while len(next(iter(times.values()))) < least or now(device) - started < seconds:
         for name, function in functions.items():
-            start = now(device)
-            function()
-            times[name].append(now(device) - start)
+            times[name].append(measure(function, device))
     return times
 
 
@@ -223,6 +251,12 @@ def begin(args: argparse.Namespace, tf32: bool = True) -> torch.device:
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = tf32
     return torch.device(args.device)
+
+
+def note(result: dict) -> dict:
+    """Print a result as it comes, since a run may be ended before its table."""
+    print(json.dumps(result), file=sys.stderr, flush=True)
+    return result
 
 
 def finish(args: argparse.Namespace, device: torch.device, results: list[dict]) -> None:

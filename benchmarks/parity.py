@@ -11,7 +11,7 @@ import math
 import sys
 
 import torch
-from measuring import begin, finish, parser, reference_of, table
+from measuring import begin, finish, note, parser, reference_of, table
 from torch import Tensor
 from torch.nn.functional import normalize
 from tqdm import tqdm
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     device = begin(args)
     names = args.losses or [preset.name for preset in open_clip_ext.list_losses() if not preset.is_open_clip]
     cases = [(name, tf32) for name in names for tf32 in (False, True)]
-    results = [compare(*case, device, args) for case in tqdm(cases, desc="losses")]
+    results = [note(compare(*case, device, args)) for case in tqdm(cases, desc="losses")]
     shown = [{**result, **{key: f"{value:.1e}" for key, value in result.items() if isinstance(value, float)}}
              for result in results]
     print(table(shown))

@@ -12,7 +12,20 @@ from functools import partial
 
 import open_clip
 import torch
-from measuring import Repeated, alternate, begin, fill, finish, parser, peak_memory, reference_of, shown, summary, table
+from measuring import (
+    Repeated,
+    alternate,
+    begin,
+    fill,
+    finish,
+    note,
+    parser,
+    peak_memory,
+    reference_of,
+    shown,
+    summary,
+    table,
+)
 from open_clip.loss import ClipLoss
 from open_clip_train.precision import get_autocast
 from torch import Tensor, nn
@@ -91,7 +104,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         times = {whose: [seconds / args.consecutive for seconds in each] for whose, each in times.items()}
         result = {"loss": name, **summary(times, "ours", "clip"), "state_bytes": state_bytes(loss)}
         result["bytes"], result["base_bytes"] = (peak_memory(function, device) for function in functions.values())
-        results.append(result)
+        results.append(note(result))
     print(f"{args.model}, batch {args.batch_size}, {args.num_samples} rows, {args.precision}")
     print(table([
         {

@@ -128,8 +128,9 @@ GPU_PARTS = {  # and what the figures of each look like
     "memory": r"^ViT-shapes-tiny +4 +neuclip .*\d\.\d\d",
     "loss": r"^ *queue .*\d\.\d\d",
     "kernels": r"^ *global .* True\n(.*\n)*.*\n *fastclip-v3, fused .*\d\.\d\d",
-    "network": r"^ *16 .*\d\.\d\d",
-    "graph": r"graph: RuntimeError: none was captured\n(.*\n)*^ *16 .* equal .*\n(.*\n)*neuclip, no graph .*\d\.\d\d",
+    "ahead": r"^ *fastclip-v3, fused .*\d\.\d\d.*\n *fastclip-v3, eager .*\d\.\d\d",
+    "network": r"graph: RuntimeError: none was captured\n(.*\n)*^ *16 .* equal ",
+    "npn": r"^ *4 +triton .*e[-+]\d\d\n(.*\n)*triton: .* 0.6 is asked: ",
     "loss_graph": r"^ *fastclip-v3, loss graph .*\d\.\d\d.*\n(.*\n)*.*fastclip-v3, loss graph .*\d\.\d\d",
     "processes": r"gloo, neuclip --npn-split:\n.* 8/8 loss \d",
     "icons": r"batch 16, fastclip-v3 --rho 6.5:\n.*Eval Epoch: 1 .*\d\.\d\d",
@@ -174,3 +175,40 @@ def test_killed_trainings_end_equal(tmp_path):
     for line in shown.strip().splitlines()[-2:]:
         *_, kills, runs, equal = line.split()
         assert int(kills) == 1 and int(runs) == int(equal) >= 1
+
+
+def test_a_call_is_timed_behind_a_kernel_that_sleeps_until_it_is_launched(monkeypatch):
+    """A call's launch takes the host 15 ms and the device 2; one that waits for the device is told."""
+    import measuring
+
+    clock = {"host": 0.0, "device": 0.0}
+
+    def run(host: float, device: float) -> None:
+        clock["host"] += host
+        clock["device"] = max(clock.values()) + device
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = max(clock.values())
+
+        def query(self):
+            return clock["host"] >= self.at
+
+        def synchronize(self):
+            clock["host"] = max(clock["host"], self.at)
+
+        def elapsed_time(self, other):
+            return 1e3 * (other.at - self.at)
+
+    monkeypatch.setattr(measuring.torch.cuda, "Event", Event)
+    monkeypatch.setattr(measuring.torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(measuring.torch.cuda, "_sleep", lambda cycles: run(0.0, cycles / measuring.CYCLES))
+    gpu = measuring.torch.device("cuda")
+    assert measuring.ahead(lambda: run(0.015, 0.002), gpu) == pytest.approx(0.002)
+    times = measuring.alternate({"one": lambda: run(0.015, 0.002)}, gpu, least=2, seconds=0.0, is_ahead=True)
+    assert times["one"] == pytest.approx([0.002, 0.002])
+    with pytest.raises(RuntimeError, match="waits for the GPU"):
+        measuring.ahead(lambda: clock.update(host=max(clock.values())), gpu)
