@@ -23,7 +23,7 @@ mkdir -p "$OUT"
 if [[ -n ${TINY:-} ]]; then
     device=cpu precision=fp32 seconds=0.1
     sizes=(--batch-sizes 16 --dims 16 -m 64 --num-samples 1000)
-    network=(--batch-sizes 16 -m 64 --dim 16 --also graph bfloat16) trial=(--batch-sizes 4 -m 8 --dim 8 --updates 1 --kinds triton)
+    network=(--batch-sizes 16 -m 64 --dim 16 --also graph bfloat16) trial=(--batch-sizes 4 -m 8 --dim 8 --updates 2 --kinds triton)
     rows=(--rows 1000 10000 --batch-size 64)
     models=("ViT-shapes-tiny 4") consecutive=2 prototypes=16 cases=("ViT-shapes-tiny 4 neuclip")
     parity=(--batch-size 16 --dim 16 -m 64 --num-samples 200 --steps 4)
@@ -57,7 +57,8 @@ if [[ -n ${DECIDE:-} || ${1:-} == decide ]]; then
     parity+=(--losses scent tempnet drrho-clip neuclip amorlip amorlip-released amorlip-paper tuneclip queue)
     trained=(clip-chunked fastclip-v3 "neuclip --npn-split")
     if [[ $device == cuda ]]; then
-        BUDGET=${BUDGET:-540} limits=([loss_graph]=170 [npn]=90 [steps]=60 [ahead]=50 [parity]=70 [processes]=100)
+        BUDGET=${BUDGET:-540} limits=([loss_graph]=210 [npn]=90 [steps]=60 [ahead]=60 [parity]=60 [processes]=90)
+        small="32 128" graphed="clip-chunked fastclip-v3 neuclip"
         fused=(--batch-sizes 8192) pairs=(--train-num-samples 16384 --batch-size 4096)  # where the kernels begin
     fi
 fi

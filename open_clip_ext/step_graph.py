@@ -110,6 +110,7 @@ class StepGraph:
             raise RuntimeError(f"on {device.type}")
         self._inputs = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
         self._actions = []
+        self.graph = torch.cuda.CUDAGraph()
         groups = [group for one in optimizers for group in one.param_groups]
         counts = [state["step"] for one in optimizers for state in one.state.values()]
         before = [count.clone() for count in counts]
@@ -117,7 +118,6 @@ class StepGraph:
             group["capturable"] = True  # without a decay of its rate AdaGrad reads no value from the device
         self.capturing = True
         try:
-            self.graph = torch.cuda.CUDAGraph()
             # The loader's thread that pins memory may call CUDA meanwhile.
             graph = torch.cuda.graph(self.graph, stream=capture_stream(device), capture_error_mode="thread_local")
             # The outer context returns to the current stream; torch's own does not where the end of a capture fails.
@@ -126,8 +126,8 @@ class StepGraph:
         except RuntimeError:
             self.graph.reset()  # its memory
             # Before torch 2.13 a capture that fails leaves the generator in it, and whatever draws next would raise.
-            generator = torch.cuda.default_generators[device.index]
-            generator.graphsafe_set_state(generator.clone_state())
+            for generator in torch.cuda.default_generators:
+                generator.graphsafe_set_state(generator.clone_state())
             raise
         finally:
             self.capturing = False

@@ -36,7 +36,7 @@ def gpu(monkeypatch):
     streams = Streams()
     stand_ins = {
         "CUDAGraph": RecordedGraph, "graph": streams.capture, "Stream": streams.new, "stream": streams.use,
-        "current_stream": lambda device: streams.current, "default_generators": {None: streams.generator},
+        "current_stream": lambda device: streams.current, "default_generators": (streams.generator,),
     }  # fmt: skip
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
