@@ -55,7 +55,7 @@ def test_errors_are_those_against_all_that_the_anchors_met(negatives, surrogate,
             divergence.append(sum(p * math.log(p * len(shares)) for p in shares))
             weights = [math.exp(l(s - positive) / tau) for s in own]
             effective.append(sum(weights) ** 2 / sum(w * w for w in weights))
-    exact = torch.tensor(exact).double()
+    exact = torch.tensor(exact, dtype=torch.float64)
     if negatives == "views":
         exact = exact.exp().view(2, 32).mean(dim=0).log().repeat(2)
     said, minibatch = alpha[:, :32].reshape(-1), log_batch[:, :32].reshape(-1)

@@ -102,7 +102,7 @@ def test_nuclr_against_loops(float64_rows):
                 of_all = u[side][row] + math.exp(-xi[other] / tau) / (n - 1)
                 objective = objective + sum(sizes[j] / of_all * gaps[j] for j in range(5) if j != i) / 4 / 5
                 of_own = u[side][row] + math.exp(-zeta[other][row] / tau) / (n - 1)
-                counts[side, i] = torch.tensor(sizes).double() / of_own
+                counts[side, i] = torch.tensor(sizes, dtype=torch.float64) / of_own
         if epoch == 1:
             eta = 0.3 * 0.5 * (1 + math.cos(math.pi * 0 / 6))
             for side, factor in ((0, 0.1), (1, 1.0)):  # as negatives, images are met by texts
@@ -117,7 +117,7 @@ def test_nuclr_against_loops(float64_rows):
             torch.testing.assert_close(actual, expected)
         rows = rows_of(loss.full_state())[index]
         expected = [[math.log(side[row]) for side in u] + [side[row] for side in zeta] for row in index]
-        torch.testing.assert_close(rows[:, :4], torch.tensor(expected).double())
+        torch.testing.assert_close(rows[:, :4], torch.tensor(expected, dtype=torch.float64))
 
 
 def rows_of(state):
