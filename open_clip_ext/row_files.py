@@ -64,8 +64,6 @@ def rows_in_files(folder: str | os.PathLike) -> Iterator["RowFiles"]:
         InputError: on every process, where the folder exists, or some process cannot write or see it; or a file is
             missing, damaged or of another save.
     """
-    if current() is not None:
-        raise RuntimeError("rows_in_files: within another; leave that first")
     files = RowFiles(folder)
     token = _CURRENT.set(files)
     try:

@@ -656,6 +656,8 @@ WHOLE = torch.arange(4)
         (dict(index=[0, 1, 2, 3]), r"index must be an int64 tensor of shape \(4,\); got list"),
         (dict(key=WHOLE.int()), "key must be int64 .* got torch.int32"),
         (dict(logit_scale=torch.ones(2)), "logit_scale must be one number"),
+        (dict(logit_scale=torch.tensor(-14.3)), "logit_scale must be > 0, as 1 / tau; got -14.3"),
+        (dict(image_features=torch.eye(4, 8).long()), "image_features must be floating point; got torch.int64"),
         (dict(text_features=torch.zeros(3, 8)), "must both be"),
         (dict(image_features=torch.zeros(1, 8), text_features=torch.zeros(1, 8)), "batch of 1 .* no negatives"),
         (dict(image_features=torch.zeros(0, 8), text_features=torch.zeros(0, 8)), "batch of 0 .* no negatives"),
@@ -733,3 +735,10 @@ def test_signs_of_a_lost_process(monkeypatch):
     ):
         assert lost_another_process(torch.distributed.DistBackendError(message)), message
     assert not lost_another_process(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    loss = make("cyclip")
+    for message, advised in (("Connection closed by peer", True), ("an illegal memory access", False)):
+        monkeypatch.setattr(type(loss), "_value", lambda *_, text=message: (_ for _ in ()).throw(RuntimeError(text)))
+        with pytest.raises(RuntimeError, match=message) as caught:
+            step(loss)
+        assert ("Another process has ended" in str(caught.value)) == advised

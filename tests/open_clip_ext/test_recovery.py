@@ -41,6 +41,11 @@ class Loop:
         value.backward()
         self.optimizer.step()
 
+    def step_without_loss(self, batch):
+        self.optimizer.zero_grad()
+        self.model(*batch[:2])["image_features"].sum().backward()
+        self.optimizer.step()
+
     def schedule(self, batch):
         self.optimizer.param_groups[0]["lr"] = 1e-3
         self.step(batch)
@@ -116,13 +121,7 @@ def test_a_step_of_ones_own_with_a_gradient_scaler():
 
 def test_a_loss_that_keeps_nothing_gives_the_moments_alone():
     loop = Loop()
-
-    def step(batch):
-        loop.optimizer.zero_grad()
-        loop.model(*batch[:2])["image_features"].sum().backward()
-        loop.optimizer.step()
-
-    assert loop.recover(loss=None, step=step) == 2
+    assert loop.recover(loss=None, step=loop.step_without_loss) == 2
     assert loop.loss.steps == 0 and loop.optimizer.state
 
 
@@ -168,11 +167,12 @@ def test_what_does_not_fit_leaves_the_weights_and_the_rate(what, parts):
     assert loop.optimizer.param_groups[0]["lr"] == 1e-2
 
 
-def test_data_that_are_not_finite():
+@pytest.mark.parametrize("has_loss, named", [(True, "image_features"), (False, "exp_avg of towers.0.0.weight")])
+def test_data_that_are_not_finite(has_loss, named):
     loop = Loop()
     loop.data[1][0][0, 0] = math.inf
     before = snapshot(loop.model)
-    with pytest.raises(NonFiniteError):
-        loop.recover()
+    with pytest.raises(NonFiniteError, match=f"{named} is not finite"):
+        loop.recover(**({} if has_loss else dict(loss=None, step=loop.step_without_loss)))
     # The gradient is NaN, and so is 0 times it.
     assert all(torch.equal(tensor, before[name]) for name, tensor in loop.model.state_dict().items())

@@ -12,7 +12,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from numerics import unit
 from ports import free_ports
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from open_clip_ext import InputError, create_loss, row_files, row_state, rows_in_files
 from open_clip_ext.errors import MachineError
@@ -178,15 +179,27 @@ def of_another_save(path: Path):
     path.write_bytes((other / "sogclr.rows" / path.name).read_bytes())
 
 
+def shorter(path: Path):
+    """A part of the same save, with fewer rows."""
+    with safe_open(path, "pt") as file:
+        save_file({"rows": file.get_tensor("rows")[1:]}, path, file.metadata())
+
+
+def newer(path: Path):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
+
+
 PART, INDEX = "table_0_part_0_of_1.safetensors", "index.json"
 DAMAGES = [
     (PART, Path.unlink, "is missing"),
     (PART, cut, "is damaged"),
     (PART, scribble, "is damaged"),
+    (PART, shorter, r"is damaged: it has rows and columns \[22, 2\]"),
     (PART, of_another_save, "is of another save"),
     (INDEX, Path.unlink, "is missing"),
     (INDEX, cut, "is damaged"),
     (INDEX, of_another_save, "is of another save"),
+    (INDEX, newer, r"was written by another open_clip_ext \(format 2\)"),
 ]
 
 
