@@ -61,6 +61,7 @@ def is_whole(path: str) -> bool:
         return False
 
 
+@dataclass(eq=False)
 class Blocks(IterableDataset):
     """Reads blocks of rows in batches; every loader worker reads blocks of its own.
 
@@ -68,11 +69,9 @@ class Blocks(IterableDataset):
     first problem with its rows, if any.
     """
 
-    def __init__(self, source: Source, blocks: dict[int, range], batch_size: int):
-        super().__init__()
-        self.source = source
-        self.blocks = blocks
-        self.batch_size = batch_size
+    source: Source
+    blocks: dict[int, range]
+    batch_size: int
 
     def __iter__(self) -> Iterator[tuple[int, Batch | None, str | None]]:
         info = get_worker_info()
