@@ -1,7 +1,6 @@
 """Check the first samples of shards before a run starts: refuse data in which none of them is usable."""
 
 import io
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -39,7 +38,7 @@ def look_at_shards(
     """
     if None in map(local_path, urls):
         return None
-    reasons: Counter[str] = Counter()
+    reasons = []
     for url in urls[:LOOKED_AT]:
         try:
             samples = _first_samples(url, recaption)
@@ -50,14 +49,13 @@ def look_at_shards(
                         key(sample)
                     warn_of_images(images_of_shards(urls), flag)
                     return _captions_of(url, recaption)
-                reasons[f"in {url!r} {reason}"] += 1
+                reasons.append(f"in {url!r} {reason}")
         except InputError:
             raise
         except Exception as error:  # such shards are skipped and counted in the run; find_shards refuses what must be
-            reasons[f"{url!r} cannot be read: {reason_of(error)}"] += 1
+            reasons.append(f"{url!r} cannot be read: {reason_of(error)}")
     if reasons:
-        (example, _), *_ = reasons.items()
-        raise InputError(f"none of the first {reasons.total()} samples can be used, as {example}", flag)
+        raise InputError(f"none of the first {len(reasons)} samples can be used, as {reasons[0]}", flag)
     return None
 
 

@@ -272,6 +272,7 @@ class Candidates(Source):
         return [self.table, *super().files()]
 
 
+@dataclass(eq=False)
 class Images(IterableDataset):
     """The decoded samples of one process, divided among the loader's workers.
 
@@ -281,19 +282,17 @@ class Images(IterableDataset):
         rank, world_size: the process reads every world_size-th sample, starting at rank.
     """
 
-    def __init__(self, source: Source, transform: Callable[[Image.Image], Tensor], rank: int, world_size: int):
-        super().__init__()
-        self.source = source
-        self.transform = transform
-        self.rank = rank
-        self.world_size = world_size
+    source: Source
+    transform: Callable[[Image.Image], Tensor]
+    rank: int
+    world_size: int
 
     def __iter__(self) -> Iterator[tuple[int, Tensor, Any, NDArray | None]]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         offset, step = self.rank * workers + worker, self.world_size * workers
         for number, sample in self.source.samples(lambda number: number % step == offset):
-            with self.source.reading(f"the image of {sample.place!r}"):
-                with Image.open(io.BytesIO(sample.image), formats=FORMATS) as image:
-                    tensor = self.transform(image.convert("RGB"))
+            place, file = f"the image of {sample.place!r}", io.BytesIO(sample.image)
+            with self.source.reading(place), Image.open(file, formats=FORMATS) as image:
+                tensor = self.transform(image.convert("RGB"))
             yield number, tensor, sample.target, sample.fields

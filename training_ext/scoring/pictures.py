@@ -1,6 +1,7 @@
 """Confusion matrices as pictures."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,11 +10,6 @@ from open_clip_ext.files import whole_file
 
 INK = "#222222"
 SHOWN_CLASSES, NUMBERED_CLASSES = 30, 15
-
-
-def plain(text: str) -> str:
-    """The text as matplotlib shows it without a formula: it takes what is between two `$` for one."""
-    return text.replace("$", r"\$")
 
 
 def write_confusion(
@@ -51,12 +47,12 @@ def write_confusion(
             column, row, f"{value:.0f}", ha="center", va="center", fontsize=7, color="white" if value > 45 else INK
         )
     shown_names = [classes[index] for index in chosen.tolist()]
-    names = [plain(name if len(name) <= 24 else name[:23] + "…") for name in shown_names]
-    axis.set_xticks(range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
-    axis.set_yticks(
-        range(len(names)), [f"{name} ({samples[index]})" for name, index in zip(names, chosen, strict=True)], fontsize=8
-    )
+    names = [name if len(name) <= 24 else name[:23] + "…" for name in shown_names]
+    labels = [f"{name} ({samples[index]})" for name, index in zip(names, chosen, strict=True)]
+    as_text: dict[str, Any] = {"fontsize": 8, "parse_math": False}  # what is between two $ is no formula
+    axis.set_xticks(range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor", **as_text)
+    axis.set_yticks(range(len(names)), labels, **as_text)
     axis.set(xlabel="taken for", ylabel="class (images)")
-    axis.set_title(plain(title), fontsize=10, color=INK)
+    axis.set_title(title, fontsize=10, color=INK, parse_math=False)
     with whole_file(path) as file:
         figure.savefig(file, dpi=130, format="png")

@@ -174,14 +174,8 @@ def task_of(row: str | dict[str, Any], folder: str) -> Task:
 
 
 SHIFTS = ("imagenet_sketch", "imagenetv2", "imagenet-a", "imagenet-o", "imagenet-r", "objectnet")
-VTAB = tuple(
-    f"vtab/{name}"
-    for name in (
-        "caltech101", "cifar100", "clevr_count_all", "clevr_closest_object_distance", "dtd", "eurosat",
-        "kitti_closest_vehicle_distance", "flowers", "pets", "pcam", "resisc45", "svhn",
-    )
-) + ("sun397",)
-PAIRS = ("retrieval/flickr_1k_test_image_text_retrieval", "retrieval/mscoco_2014_5k_test_image_text_retrieval")
+VTAB = (*(task.key for task in DATACOMP_TASKS if task.key.startswith("vtab/")), "sun397")
+PAIRS = tuple(task.key for task in DATACOMP_TASKS if task.kind == "retrieval")
 
 
 def aggregates(table: str, tasks: Sequence[Task]) -> dict[str, tuple[str, ...]]:
