@@ -96,6 +96,10 @@ class Component(WithOptions):
         """Whether a checkpoint needs it to be resumed: it changes the model or its groups, or has a state."""
         return any(map(cls.answers, ("wrap_model", "param_groups", "state_dict")))
 
+    def state_in(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """Its state in our entry of a checkpoint; {}: it has none."""
+        return self.older_state(entry["older"]) if "older" in entry else entry.get("components", {}).get(self.name, {})
+
     # Before anything is written
 
     @classmethod
