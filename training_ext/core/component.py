@@ -1,7 +1,7 @@
 """`Component`: one capability of a training with its flags, seams, hooks and state; and those of a run.
 
-A component is a class in a module of `training_ext.components`, or in another package that names it as an entry point
-of the group `open_clip_ext.components`.
+A component is a class in a module of `training_ext.components`, or in `component` of a folder there, or in another
+package that names it as an entry point of the group `open_clip_ext.components`.
 """
 
 import importlib
@@ -252,10 +252,9 @@ def registry() -> dict[str, type[Component]]:
     """Every component by name; one of another package that cannot be imported is left out with a warning."""
     classes: dict[str, type[Component]] = {}
     for module in pkgutil.iter_modules(components.__path__):
-        for value in vars(importlib.import_module(f"{components.__name__}.{module.name}")).values():
-            if isinstance(value, type) and issubclass(value, Component) and value.__module__.startswith(
-                f"{components.__name__}.{module.name}"
-            ):
+        name = f"{components.__name__}.{module.name}{'.component' if module.ispkg else ''}"
+        for value in vars(importlib.import_module(name)).values():
+            if isinstance(value, type) and issubclass(value, Component) and value.__module__ == name:
                 classes[value.name] = value
     for point in entry_points(group=GROUP):
         try:
