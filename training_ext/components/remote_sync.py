@@ -103,7 +103,6 @@ class RemoteSync(Component):
             "on process 0, starts the process that it returns, and ends it after the last epoch; "
             "file_utils.remote_sync uses fsspec.get_mapper and subprocess.run",
             replacement=lambda original, component: component.start,
-            used_by="open_clip_train.main:main",
         ),
     )  # fmt: skip
 
