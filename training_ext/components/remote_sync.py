@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-from argparse import Namespace
 from collections.abc import Iterator, MutableMapping
 from contextlib import suppress
 from typing import Any
@@ -106,9 +105,7 @@ class RemoteSync(Component):
         ),
     )  # fmt: skip
 
-    def __init__(self, args: Namespace):
-        super().__init__(args)
-        self._started: tuple[Any, tuple[str, ...]] | None = None
+    _started: tuple[Any, tuple[str, ...]] | None = None
 
     def wanted(self) -> bool:
         return self.args.remote_sync is not None

@@ -20,10 +20,7 @@ class SameData(Component):
     name = "same_data"
     may_be_off = False
     state_is_needed: bool = False
-
-    def __init__(self, args: Namespace):
-        super().__init__(args)
-        self._reference: str | None = None  # digest of the model of --distill-model
+    _reference: str | None = None  # digest of the model of --distill-model
 
     def wanted(self) -> bool:
         return self.args.uses_ext_loss

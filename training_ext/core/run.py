@@ -221,6 +221,7 @@ class Run:
             InputError: OpenCLIP ended before it trained, bad input, or the machine failed before the first step.
             MachineError: it failed later: a full disk, a worker that was killed.
             NonFiniteError: the training met a NaN or an infinity.
+            Stopped: a component ended it after a signal.
         """
         completed = False
         try:
