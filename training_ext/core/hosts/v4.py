@@ -24,22 +24,11 @@ def assign_model_rate(original: Callable, optimizer: torch.optim.Optimizer, new_
     original(optimizer, new_lr)
 
 
-class WithoutCompiledLoss(CLIPTask):
-    """A task of which torch.compile traces the model alone, since the loss updates state of its own."""
-
-    def compile(self, *, target: str = "task", compile_train: bool = True, **kwargs: Any) -> "WithoutCompiledLoss":
-        if target != "task":
-            super().compile(target=target, **kwargs)
-        elif compile_train:
-            kwargs.pop("compile_eval", None)
-            self.trainable_module.compile(**self._compile_kwargs(**kwargs))
-        return self
-
-
-class LossTask(WithoutCompiledLoss):
+class LossTask(CLIPTask):
     """A task of a model and one of this package's losses.
 
-    The loss stays outside of what DistributedDataParallel wraps, FSDP shards and torch.compile traces.
+    The loss stays outside of what DistributedDataParallel wraps, FSDP shards and torch.compile traces, since it updates
+    state of its own.
 
     Args:
         reference: a frozen model whose features the loss also gets, or None.
@@ -54,6 +43,14 @@ class LossTask(WithoutCompiledLoss):
         self.loss = loss
         self.reference = None if reference is None else reference.eval().requires_grad_(False)
         self._highest_scale = highest_scale
+
+    def compile(self, *, target: str = "task", compile_train: bool = True, **kwargs: Any) -> "LossTask":
+        if target != "task":
+            super().compile(target=target, **kwargs)
+        elif compile_train:
+            kwargs.pop("compile_eval", None)
+            self.trainable_module.compile(**self._compile_kwargs(**kwargs))
+        return self
 
     def train(self, mode: bool = True) -> "LossTask":
         super().train(mode)
