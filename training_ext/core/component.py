@@ -141,9 +141,6 @@ class Component(WithOptions):
     def model_built(self, model: nn.Module) -> None:
         """The model to train is as it will be, and the log is set up."""
 
-    def reference_built(self, model: nn.Module) -> None:
-        """The frozen model of --distill-model is built."""
-
     def param_groups(self, groups: list[dict[str, Any]], names: dict[nn.Parameter, str]) -> list[dict[str, Any]]:
         """The optimizer's groups, before its first step; a group's `lr_scale` multiplies OpenCLIP's learning rate.
 

@@ -75,8 +75,7 @@ class Run:
     def create_model(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         model, *transforms = original(*args, **kwargs)
         if self.training.model is not None:  # this one is frozen, to learn from
-            for component in self.components:
-                component.reference_built(model)
+            self.training.reference = model
             return model, *transforms
         self.training.model = model
         self.adds_losses = bool(self.components) and self.events.wrap_model(model)
