@@ -100,6 +100,14 @@ class Component(WithOptions):
         """Its state in our entry of a checkpoint; {}: it has none."""
         return self.older_state(entry["older"]) if "older" in entry else entry.get("components", {}).get(self.name, {})
 
+    def check_writes(self, name: str) -> None:
+        """Raise InputError for the option of this name, by which a training writes a file, if the run writes none."""
+        value, flag = getattr(self, name), flag_of(name)
+        if not self.plan.trains:
+            raise InputError(f"{value!r} without training; give --train-data", flag)
+        if not self.plan.keeps_files:
+            raise InputError(f"{value!r} with --logs {self.args.logs}, which writes no files; give a folder", flag)
+
     # Before anything is written
 
     @classmethod

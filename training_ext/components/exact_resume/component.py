@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from open_clip_ext.distributed import all_gather
-from open_clip_ext.errors import InputError, Stopped
+from open_clip_ext.errors import Stopped
 from open_clip_ext.options import option
 from training_ext.components.exact_resume import order
 from training_ext.components.exact_resume.stopping import StopRequest
@@ -117,13 +117,8 @@ class ExactResume(Component):
         return self.args.uses_ext_loss
 
     def check_plan(self, metrics: list[str]) -> None:
-        if self.save_every_steps is None:
-            return
-        if not self.plan.trains:
-            raise InputError(f"{self.save_every_steps} without training; give --train-data", "--save-every-steps")
-        if not self.plan.keeps_files:
-            text = f"{self.save_every_steps} with --logs {self.args.logs}, which writes no files; give a folder"
-            raise InputError(text, "--save-every-steps")
+        if self.save_every_steps is not None:
+            self.check_writes("save_every_steps")
 
     def columns(self) -> Sequence[str]:
         return (order.NUMBER,)
