@@ -46,7 +46,7 @@ GET_DATASET_FN = Seam(
     why="the train data set is built with the rows of its samples, and tells when an epoch begins and ends",
     contract="get_data builds each data set by get_dataset_fn(path, type)(args, transform, is_train=, tokenizer=), "
     "a DataInfo; the loop calls its set_epoch(epoch) and then goes through its dataloader to the end",
-    replacement=lambda original, run: partial(run.data.dataset_fn, original),
+    replacement=lambda original, run: lambda path, kind: partial(run.data.build, original(path, kind)),
     used_by=f"{DATA}:get_data",
     parameters=("data_path", "dataset_type"),
 )
