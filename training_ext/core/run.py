@@ -123,7 +123,9 @@ class Run:
         The rate is one of them with --skip-scheduler only; else it is the schedule's, and belongs to the last step.
         """
         more = getattr(self.args, "opt_kwargs", None) or ()
-        names = ["weight_decay", "betas", "eps", "momentum", "lr_scale", *more, *["lr"] * self.args.skip_scheduler]
+        names = ["weight_decay", "betas", "eps", "momentum", "lr_scale", *more]
+        if self.args.skip_scheduler:
+            names.append("lr")
         return [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
 
     def _count_update(self, *_: Any) -> None:
@@ -271,7 +273,7 @@ def start(argv: list[str]) -> Run | None:
         print(listing(run))
         return None
     for name in host.REFUSED if args.uses_ext_loss else ():
-        if getattr(args, name, None) not in (None, False, "txt"):
+        if getattr(args, name, None) not in (None, False, "txt"):  # the last is --text-key's default
             raise InputError(f"--loss {args.loss} does not follow it; leave it out", flag_of(name))
     with ExitStack() as until:
         run.prepare(until)

@@ -25,7 +25,8 @@ class Seam:
         why: what OpenCLIP cannot do without it.
         contract: what the replacement relies on; `used_by` and `parameters` are the part that is checked at the start.
         replacement: maps the original and the owner, the `Run` or a component, to the replacement.
-        used_by: the function that looks the name up, itself or in one of its module that it calls.
+        used_by: the function that looks the name up, itself or in one of its module that it calls, as
+            "module:function".
         parameters: names of parameters of the original that the replacement relies on.
         layer: where several replace the same name, those of a higher layer get the lower ones' replacement as original.
         scopes: of RUN, TRAIN_DATA and VAL_DATA.
