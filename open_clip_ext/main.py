@@ -143,16 +143,11 @@ def _trained(args: Namespace, by_epoch: list[dict[str, float]]) -> Trained:
     from training_ext.core.plan import Plan
 
     gc.collect()  # frees loader workers and the model's memory
-    folder = Plan(args).folder
-    if folder is None:
+    if (name := Plan(args).folder) is None:
         return Trained(by_epoch, None, [])
-    return Trained(by_epoch, Path(folder), _whole_checkpoints(Path(folder)))
-
-
-def _whole_checkpoints(folder: Path) -> list[Path]:
-    """Paths of the checkpoints `epoch_N.pt`, one per completed epoch, in the order of N."""
+    folder = Path(name)
     paths = [path for path in folder.glob("checkpoints/epoch_*.pt") if path.stem.removeprefix("epoch_").isdecimal()]
-    return sorted(paths, key=lambda path: (len(path.name), path.name))
+    return Trained(by_epoch, folder, sorted(paths, key=lambda path: (len(path.name), path.name)))  # in the order of N
 
 
 def _run_core(argv: list[str]) -> Trained:

@@ -54,14 +54,12 @@ def read_metrics(folder: str | os.PathLike, stage: str | None = None) -> list[di
     """
     try:
         with open(os.path.join(folder, FILE), encoding="utf-8", errors="replace") as file:
-            lines = [_parsed(line) for line in file]
+            lines = [line for text in file if (line := _parsed(text)) is not None]
     except (FileNotFoundError, NotADirectoryError):
         return []
     history: list[dict[str, Any]] = []
     latest: dict[str, tuple[int, int]] = {}
     for line in lines:
-        if line is None:
-            continue
         name, epoch_step = line["stage"], (line["epoch"], line["step"])
         if epoch_step <= latest.get(name, (-1, -1)):  # a resumed run repeats it
             history = [past for past in history if past["stage"] != name or (past["epoch"], past["step"]) < epoch_step]

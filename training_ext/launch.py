@@ -23,14 +23,7 @@ def build(args: Namespace) -> Run:
 
 
 def train(run: Run) -> None:
-    """Run OpenCLIP's main.
-
-    Raises:
-        InputError: bad input, or the machine failed before the first step.
-        MachineError: it failed later: a full disk, a worker that was killed.
-        NonFiniteError: a value is not finite; the message names the step, the tensor and the likely cause.
-        Stopped: after a signal.
-    """
+    """`Run.train`, whose errors say the likely cause of numbers that are not finite, and what checkpoint is left."""
 
     def advice(error: BaseException) -> str:
         cause = f"; {likely_cause(run.args)}" if isinstance(error, NonFiniteError) else ""

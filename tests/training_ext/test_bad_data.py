@@ -26,7 +26,7 @@ from stop import StopAt
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError, MachineError
-from training_ext.components.bad_samples import BadSamples, columns, usable
+from training_ext.components.bad_samples import columns, usable
 from training_ext.components.bad_samples import component as skips
 from training_ext.core import hosts
 from training_ext.core.epoch import Epoch
@@ -196,12 +196,12 @@ def test_pairs_with_the_name_of_another_up_to_a_dot(run, shards):
     assert experiment.log.count("it has another pair of an image and a .2.txt, as a name ends at its first dot") == 1
 
 
-def counter(share=None, workers=2, **args) -> BadSamples:
+def counter(share=None, workers=2, **args) -> skips.BadSamples:
     defaults = {"rank": 0, "batch_size": 8, "save_logs": False}
-    return BadSamples(Namespace(max_bad_samples=share, workers=workers, **(defaults | args)))
+    return skips.BadSamples(Namespace(max_bad_samples=share, workers=workers, **(defaults | args)))
 
 
-def count_epoch(counts: BadSamples, train, number: int, **loader) -> None:
+def count_epoch(counts: skips.BadSamples, train, number: int, **loader) -> None:
     data = {"train": SimpleNamespace(dataloader=SimpleNamespace(**loader))}
     epoch = Epoch(train, number, 3, number, data, 0, 0, *(None,) * 5, counts.args, None, None)
     counts.epoch(epoch, lambda epoch: train())
@@ -541,7 +541,7 @@ def test_one_process_with_all_bad_samples_ends_by_the_share_over_all():
     args = Namespace(
         max_bad_samples=0.1, workers=0, batch_size=8, world_size=2, train_data=None, dataset_type="synthetic"
     )
-    counts = BadSamples(args)
+    counts = skips.BadSamples(args)
     counts.training = Training([counts], None)
     counts.data_built({"train": SimpleNamespace(dataloader=SimpleNamespace(num_batches=4))})
     for _ in range(7):

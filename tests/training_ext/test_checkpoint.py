@@ -177,7 +177,7 @@ def test_a_folder_that_is_removed_in_the_run_is_one_line(datasets, tmp_path, mon
     def removed(*_):
         shutil.rmtree(tmp_path / "logs/x/checkpoints")
 
-    monkeypatch.setattr("training_ext.components.bad_samples.BadSamples._write", removed)
+    monkeypatch.setattr("training_ext.components.bad_samples.component.BadSamples._write", removed)
     error = ends(f"{datasets['shapes']} {LOSSES['queue']} --workers 0 --epochs 1 --name x", code=MachineError.code)
     path = tmp_path / "logs/x/checkpoints/epoch_1.pt"
     assert f"'{path}' cannot be written: No such file or directory; no checkpoint is complete" in error

@@ -11,7 +11,7 @@ from open_clip_train.data import DataLoader
 from test_core import BY_GRADIENTS, assert_alike
 from torch.nn.utils.parametrize import is_parametrized
 
-from training_ext.components.lora import Lora
+from training_ext.components.lora.component import Lora
 from training_ext.core import hosts
 from training_ext.core.state import KEY
 from training_ext.tools.evaluation.models import find_checkpoint, load_model

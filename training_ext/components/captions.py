@@ -7,17 +7,17 @@ shard's sample. OpenCLIP 4's own draw among the fields of --json-text-key is mad
 import logging
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from open_clip_ext.options import option
 from training_ext.core.component import Component
 from training_ext.core.epoch import Epoch
-from training_ext.core.seam import TRAIN_DATA, Seam
+from training_ext.core.hosts.both import GET_DATASET_FN
+from training_ext.core.seam import DATA, TRAIN_DATA, Seam
 from training_ext.data.captions import captions_of_samples, draw_from_lines
 from training_ext.data.seeding import SharedEpoch
-
-DATA = "open_clip_train.data"
 
 
 class Captions(Component):
@@ -43,13 +43,11 @@ class Captions(Component):
             scopes=(TRAIN_DATA,),
             layer=-1,
         ),
-        Seam(
-            DATA, "get_dataset_fn",
+        replace(
+            GET_DATASET_FN,
             why="captions of --json-text-key are in .txt by then",
-            contract="get_data builds each data set by get_dataset_fn(path, type)(args, transform, is_train=, "
-            "tokenizer=), and reads json_text_key in these args",
+            contract="get_data reads json_text_key in the args of get_dataset_fn(path, type)(args, ...)",
             replacement=lambda original, component: partial(component.from_txt, original),
-            used_by=f"{DATA}:get_data",
             layer=1,
         ),
     )  # fmt: skip

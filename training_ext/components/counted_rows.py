@@ -13,7 +13,8 @@ from open_clip_train.distributed import broadcast_object
 
 from open_clip_ext.options import option
 from training_ext.core.component import Component
-from training_ext.core.seam import TRAIN_DATA, Seam
+from training_ext.core.hosts.both import SHARD_READER
+from training_ext.core.hosts.both_events import GET_DATA
 from training_ext.data.rows import DataRows
 from training_ext.data.shard_rows import CountedShards
 from training_ext.data.shards import shard_urls
@@ -32,21 +33,16 @@ class CountedRows(Component):
         metavar="FILE",
     )  # fmt: skip
     seams = (
-        Seam(
-            "open_clip_train.main", "get_data",
+        replace(
+            GET_DATA,
             why="every process needs the row of every sample before it builds its loader",
-            contract="main calls get_data(args, transforms, epoch=, tokenizer=) after start-up of the processes",
             replacement=lambda original, component: partial(component.get_data, original),
-            used_by="open_clip_train.main:main",
             layer=-1,
         ),
-        Seam(
-            "open_clip_train.data", "tarfile_to_samples_nothrow",
+        replace(
+            SHARD_READER,
             why="shards that are not as they were counted give samples the rows of others",
-            contract="get_wds_dataset uses it for train data as the stage from shards, dicts with url, to raw samples",
             replacement=lambda original, component: component.counted(original),
-            used_by="open_clip_train.data:get_wds_dataset",
-            scopes=(TRAIN_DATA,),
             layer=-2,
         ),
     )  # fmt: skip

@@ -51,26 +51,18 @@ class KeepBest(Component):
     def check_plan(self, metrics: list[str]) -> None:
         if self.keep_best is None:
             return
-        given = repr(self.keep_best)
-        if not self.plan.trains:
-            wrong = f"{given} without training; give --train-data"
-        elif not self.plan.keeps_files:
-            wrong = f"{given} with --logs {self.args.logs}, which writes no files; give a folder"
-        elif not metrics:
-            wrong = f"{given} needs an evaluation; give --val-data or --imagenet-val, with a frequency above 0"
-        elif self.keep_best not in metrics:
-            wrong = not_one_of(self.keep_best, metrics)
-        else:
-            return
-        raise InputError(wrong, "--keep-best")
+        self.check_writes("keep_best")
+        if self.keep_best not in metrics:
+            how = "needs an evaluation; give --val-data or --imagenet-val, with a frequency above 0"
+            wrong = not_one_of(self.keep_best, metrics) if metrics else f"{self.keep_best!r} {how}"
+            raise InputError(wrong, "--keep-best")
 
     def begin(self, resumed: bool) -> None:
         self._evaluates_start = not resumed and self.args.loss is not None
         folder = self.plan.folder
         if not resumed or not self.plan.is_first or folder is None:
             return
-        before_training = [line for line in read_metrics(folder, EVAL) if line["epoch"] == 0]
-        self._start = before_training[0] if before_training else {}
+        self._start = next((line for line in read_metrics(folder, EVAL) if line["epoch"] == 0), {})
         path = os.path.join(folder, BEST)
         earlier = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(self.args.resume))), BEST)
         if self.keep_best is None:

@@ -1,6 +1,5 @@
 """Lock the run's folder, so that a second run in it ends at once instead of mixing its files with these."""
 
-import os
 from argparse import Namespace
 from contextlib import ExitStack
 
@@ -10,7 +9,7 @@ from open_clip_train.distributed import broadcast_object
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import InUseError, only_user
 from training_ext.core.component import Component
-from training_ext.core.plan import Plan, world_info
+from training_ext.core.plan import world_info
 from training_ext.openclip.machine import check_name, check_writable
 
 
@@ -24,8 +23,8 @@ class OneRun(Component):
         self._is_named = args.name is not None
 
     def prepare(self, until: ExitStack) -> None:
-        keep_others_out(self.args, until)
         self._until = until
+        self._keep_others_out()
 
     def model_built(self, model: torch.nn.Module) -> None:
         """Refuse on every process, if process 0 finds another run in the folder."""
@@ -33,7 +32,7 @@ class OneRun(Component):
             return
         refused = None
         try:
-            keep_others_out(self.args, self._until)
+            self._keep_others_out()
         except InputError as error:
             refused = str(error)
         if self.args.distributed:
@@ -41,29 +40,26 @@ class OneRun(Component):
         if refused is not None:
             raise InputError(refused)
 
+    def _keep_others_out(self) -> None:
+        """Let no other run use this one's folder until it ends; process 0 does so for all.
 
-def keep_others_out(args: Namespace, until: ExitStack) -> None:
-    """Let no other run use this one's folder until `until` ends; called before anything in it is read or written.
-
-    Process 0 does so for all. A run without `--name` gets its name, and calls this again, when its processes have met.
-
-    Raises:
-        InputError: another run uses the folder, or it cannot be written.
-    """
-    # Processes of horovod do not know their rank yet.
-    if world_info()[1] > 0 or not Plan(args).keeps_files or getattr(args, "horovod", False):
-        return
-    check_writable("--logs", args.logs)
-    if args.name is None:
-        return
-    if args.loss is not None:
-        check_name(args)
-    folder = os.path.join(args.logs, args.name)
-    try:
-        until.enter_context(only_user(folder))
-    except InUseError as holder:
-        raise InputError(
-            f"the folder {folder!r} is in use by {holder}; let that run end, or give another name", "--name"
-        ) from None
-    except OSError as error:
-        raise InputError(f"{folder!r} cannot be locked: {error.strerror}: {error.filename!r}", "--name") from None
+        Raises:
+            InputError: another run uses the folder, or it cannot be written.
+        """
+        args, folder = self.args, self.plan.folder
+        # Processes of horovod do not know their rank yet.
+        if world_info()[1] > 0 or not self.plan.keeps_files or getattr(args, "horovod", False):
+            return
+        check_writable("--logs", args.logs)
+        if folder is None:
+            return
+        if args.loss is not None:
+            check_name(args)
+        try:
+            self._until.enter_context(only_user(folder))
+        except InUseError as holder:
+            raise InputError(
+                f"the folder {folder!r} is in use by {holder}; let that run end, or give another name", "--name"
+            ) from None
+        except OSError as error:
+            raise InputError(f"{folder!r} cannot be locked: {error.strerror}: {error.filename!r}", "--name") from None

@@ -41,7 +41,6 @@ class ProcessesAlike(Component):
             why="processes started with another loss or other data must be detected before they train together",
             contract="main(args) calls init_distributed_device(args) once, before it writes; then the group is there",
             replacement=lambda original, component: partial(component.init_distributed, original),
-            used_by="open_clip_train.main:main",
         ),
     )  # fmt: skip
 

@@ -26,9 +26,6 @@ class RecipeFile(Component):
     def wanted(self) -> bool:
         return self.args.loss is not None
 
-    def saving(self) -> None:
-        self._write()
-
     def check_state(self, state: dict[str, Any], path: str) -> None:
         from training_ext.flags import recipes
 
@@ -47,9 +44,9 @@ class RecipeFile(Component):
         if self._before is not None and (changed := self._before.changes(self._recipe, self.args)):
             logging.warning(f"Changed since the checkpoint: {changed}")
         if self._before is None or not os.path.exists(os.path.join(self.plan.folder or "", run_recipe.RECIPE)):
-            self._write()
+            self.saving()
 
-    def _write(self) -> None:
+    def saving(self) -> None:
         if self._recipe is not None and self.plan.folder is not None:
             run_recipe.save(self.plan.folder, self._recipe)
         self._recipe = None

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-from argparse import Namespace
 from collections.abc import Iterator, MutableMapping
 from contextlib import suppress
 from typing import Any
@@ -103,13 +102,10 @@ class RemoteSync(Component):
             "on process 0, starts the process that it returns, and ends it after the last epoch; "
             "file_utils.remote_sync uses fsspec.get_mapper and subprocess.run",
             replacement=lambda original, component: component.start,
-            used_by="open_clip_train.main:main",
         ),
     )  # fmt: skip
 
-    def __init__(self, args: Namespace):
-        super().__init__(args)
-        self._started: tuple[Any, tuple[str, ...]] | None = None
+    _started: tuple[Any, tuple[str, ...]] | None = None
 
     def wanted(self) -> bool:
         return self.args.remote_sync is not None

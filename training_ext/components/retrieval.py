@@ -1,7 +1,6 @@
 """Compute the retrieval metrics of the validation pairs in blocks, counting each caption of an image as right."""
 
 import hashlib
-from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -28,9 +27,7 @@ class Retrieval(Component):
         ),
     )  # fmt: skip
 
-    def __init__(self, args: Namespace):
-        super().__init__(args)
-        self._images: Iterable[Any] = ()  # equal for equal images, in the order of the validation pairs
+    _images: Iterable[Any] = ()  # equal for equal images, in the order of the validation pairs
 
     def data_built(self, data: dict[str, Any]) -> None:
         if "val" not in data:

@@ -1,7 +1,6 @@
 """Save the loss's rows per sample, where they are large, by each process in a file beside the checkpoint."""
 
 import os
-from argparse import Namespace
 from typing import Any
 
 from open_clip_ext.losses import Loss
@@ -21,10 +20,7 @@ class RowFiles(Component):
         f"the checkpoint (default: {row_folders.SPLIT_ABOVE:g})",
         metavar="MIB", **AT_LEAST_0,
     )  # fmt: skip
-
-    def __init__(self, args: Namespace):
-        super().__init__(args)
-        self._folder: str | None = None  # name of that of the next checkpoint
+    _folder: str | None = None  # name of that of the next checkpoint
 
     def save_rows(self, loss: Loss, file: str) -> dict[str, Any]:
         state, self._folder = row_folders.save_state(self.args, loss, file)

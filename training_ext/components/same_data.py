@@ -4,9 +4,8 @@ The loss's state per sample belongs to the rows of these data.
 """
 
 from argparse import Namespace
+from functools import cached_property
 from typing import Any
-
-import torch
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.recovery import digest_of
@@ -21,15 +20,14 @@ class SameData(Component):
     may_be_off = False
     state_is_needed: bool = False
 
-    def __init__(self, args: Namespace):
-        super().__init__(args)
-        self._reference: str | None = None  # digest of the model of --distill-model
-
     def wanted(self) -> bool:
         return self.args.uses_ext_loss
 
-    def reference_built(self, model: torch.nn.Module) -> None:
-        self._reference = digest_of(model.state_dict())
+    @cached_property
+    def _reference(self) -> str | None:
+        """The digest of the model of --distill-model, once it is built."""
+        model = self.training.reference
+        return None if model is None else digest_of(model.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         rows: DataRows | None = self.training.data.rows

@@ -1,7 +1,6 @@
 """Take samples with the same key out of each other's negatives (`--same-key`, `--same-caption`), or pull them together
 (`--positives`). The key is a column of the csv, a field of the .json in shards, or the caption."""
 
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,11 +30,8 @@ class SameKey(Component):
         "another's positives; caption: those with the same caption",
         metavar="NAME",
     )  # fmt: skip
-
-    def __init__(self, args: Namespace):
-        super().__init__(args)
-        self._of_sample: Any = None  # the function that finds a key in shards
-        self._of_batch: Any = None
+    _of_sample: Any = None  # the function that finds a key in shards
+    _of_batch: Any = None
 
     def wanted(self) -> bool:
         return bool(self.same_key or self.same_caption or self.positives)

@@ -22,7 +22,6 @@ SEAMS = (
         contract="main calls save_sharded_checkpoint(task, optimizer, folder, ...) on every process; the folder is a "
         "checkpoint once its file .metadata is there",
         replacement=lambda original, component: partial(component.save, original),
-        used_by="open_clip_train.main:main",
     ),
     Seam(
         "open_clip_train.main", "load_sharded_checkpoint",
@@ -30,7 +29,6 @@ SEAMS = (
         contract="main loads a folder of --resume by load_sharded_checkpoint(task, folder, ...), which returns the "
         "epochs that are done, before it creates the data",
         replacement=lambda original, component: partial(component.load, original),
-        used_by="open_clip_train.main:main",
     ),
 )
 

@@ -1,6 +1,5 @@
 """Train the image or the text tower with a learning rate of its own (`--lr-image`, `--lr-text`)."""
 
-from argparse import Namespace
 from typing import Any
 
 from torch import nn
@@ -33,8 +32,8 @@ class TowerRates(Component):
         expected="a number > 0; for none give --lock-text",
     )  # fmt: skip
 
-    def __init__(self, args: Namespace):
-        super().__init__(args)
+    def check(self) -> None:
+        args = self.args
         for rate in self._given():
             lock = rate.replace("lr_", "lock_")
             unlocked = [name for name in vars(args) if name.startswith(f"{lock}_unlocked_") and getattr(args, name)]

@@ -27,7 +27,6 @@ class WholeFiles(Component):
             "checkpoints_old",
             contract="main calls get_latest_checkpoint(folder, remote=bool) and resumes from the path that it returns",
             replacement=lambda original, component: partial(latest_checkpoint, original),
-            used_by="open_clip_train.main:main",
             parameters=("remote",),
         ),
     )  # fmt: skip

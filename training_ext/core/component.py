@@ -1,7 +1,7 @@
 """`Component`: one capability of a training with its flags, seams, hooks and state; and those of a run.
 
-A component is a class in a module of `training_ext.components`, or in another package that names it as an entry point
-of the group `open_clip_ext.components`.
+A component is a class in a module of `training_ext.components`, or in `component` of a folder there, or in another
+package that names it as an entry point of the group `open_clip_ext.components`.
 """
 
 import importlib
@@ -96,6 +96,18 @@ class Component(WithOptions):
         """Whether a checkpoint needs it to be resumed: it changes the model or its groups, or has a state."""
         return any(map(cls.answers, ("wrap_model", "param_groups", "state_dict")))
 
+    def state_in(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """Its state in our entry of a checkpoint; {}: it has none."""
+        return self.older_state(entry["older"]) if "older" in entry else entry.get("components", {}).get(self.name, {})
+
+    def check_writes(self, name: str) -> None:
+        """Raise InputError for the option of this name, by which a training writes a file, if the run writes none."""
+        value, flag = getattr(self, name), flag_of(name)
+        if not self.plan.trains:
+            raise InputError(f"{value!r} without training; give --train-data", flag)
+        if not self.plan.keeps_files:
+            raise InputError(f"{value!r} with --logs {self.args.logs}, which writes no files; give a folder", flag)
+
     # Before anything is written
 
     @classmethod
@@ -136,9 +148,6 @@ class Component(WithOptions):
 
     def model_built(self, model: nn.Module) -> None:
         """The model to train is as it will be, and the log is set up."""
-
-    def reference_built(self, model: nn.Module) -> None:
-        """The frozen model of --distill-model is built."""
 
     def param_groups(self, groups: list[dict[str, Any]], names: dict[nn.Parameter, str]) -> list[dict[str, Any]]:
         """The optimizer's groups, before its first step; a group's `lr_scale` multiplies OpenCLIP's learning rate.
@@ -248,10 +257,9 @@ def registry() -> dict[str, type[Component]]:
     """Every component by name; one of another package that cannot be imported is left out with a warning."""
     classes: dict[str, type[Component]] = {}
     for module in pkgutil.iter_modules(components.__path__):
-        for value in vars(importlib.import_module(f"{components.__name__}.{module.name}")).values():
-            if isinstance(value, type) and issubclass(value, Component) and value.__module__.startswith(
-                f"{components.__name__}.{module.name}"
-            ):
+        name = f"{components.__name__}.{module.name}{'.component' if module.ispkg else ''}"
+        for value in vars(importlib.import_module(name)).values():
+            if isinstance(value, type) and issubclass(value, Component) and value.__module__ == name:
                 classes[value.name] = value
     for point in entry_points(group=GROUP):
         try:

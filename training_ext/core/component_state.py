@@ -6,42 +6,16 @@ from contextlib import suppress
 from typing import Any
 
 from open_clip_ext.errors import InputError
-from open_clip_ext.losses import Loss
 from training_ext.core.component import Component
 from training_ext.core.files import atomic_save
 from training_ext.core.older import check_older
 from training_ext.core.state import WEIGHTS
 
 
-def state_of(entry: dict[str, Any], component: Component) -> dict[str, Any]:
-    """The component's state in our entry; {} if it has none."""
-    if "older" in entry:
-        return component.older_state(entry["older"])
-    return entry.get("components", {}).get(component.name, {})
-
-
-def load_rows(loss: Loss, entry: dict[str, Any], path: str, components: Sequence[Component]) -> bool:
-    """Whether a component has loaded the loss's state, whose rows it has written."""
-    return any(one.load_rows(loss, entry["state"], state_of(entry, one), path) for one in components)
-
-
-def load_states(entry: dict[str, Any], components: Sequence[Component]) -> None:
-    for component in components:
-        if state := state_of(entry, component):
-            component.load_state_dict(state)
-
-
 def check_states(path: str, entry: dict[str, Any], components: Sequence[Component]) -> None:
-    """Raise InputError unless these components can go on from a checkpoint with this entry."""
+    """Raise InputError unless these components are those that a checkpoint with this entry needs, and can go on."""
     if "older" in entry:
         check_older(path, entry["older"], components)
-    check_components(path, entry, components)
-    for component in components:
-        component.check_state(state_of(entry, component), path)
-
-
-def check_components(path: str, entry: dict[str, Any], components: Sequence[Component]) -> None:
-    """Raise InputError if a checkpoint with this entry was trained with other components that it needs."""
     had, resumed = entry.get("components", {}), {one.name: one for one in components if one.is_resumed()}
     missing = [("with", name) for name in had if name not in resumed and name not in entry.get("optional", ())]
     new = [("without", name) for name, one in resumed.items() if name not in had and one.state_is_needed]
@@ -51,6 +25,8 @@ def check_components(path: str, entry: dict[str, Any], components: Sequence[Comp
     for flag, value in entry.get("settings", {}).items():
         if given.get(flag, value) != value:
             raise InputError(f"{path!r} was trained with {value}, which --resume keeps", flag)
+    for component in components:
+        component.check_state(component.state_in(entry), path)
 
 
 def settings_of(components: Sequence[Component]) -> dict[str, Any]:

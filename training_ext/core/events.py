@@ -66,8 +66,9 @@ class Events:
         data = original(args, transforms, *rest, **kwargs)
         for component in self.run.components:
             component.data_built(data)
-        if any(component.metrics() for component in self.run.components):
-            need_evaluation(data)
+        evaluated = data.keys() & {"val", "imagenet-val", IMAGENET_V2}
+        if any(component.metrics() for component in self.run.components) and not evaluated:
+            data[IMAGENET_V2] = None  # lets OpenCLIP evaluate, which it does only with validation data or ImageNet
         return data
 
     def train_one_epoch(
@@ -104,15 +105,9 @@ class Events:
     def zero_shot(
         self, original: Callable, model: Any, data: dict[str, Any], epoch: int, args: Namespace, tokenizer: Any = None
     ) -> dict[str, float]:
-        data = {name: info for name, info in data.items() if info is not None}  # see `need_evaluation`
+        data = {name: info for name, info in data.items() if info is not None}  # see `get_data`
         metrics = original(model, data, epoch, args, tokenizer=tokenizer)
         evaluation = Evaluation(epoch, of_host().without_wrapper(model), data, tokenizer)
         for component in self.run.components:
             metrics = metrics | component.scores(evaluation)
         return metrics
-
-
-def need_evaluation(data: dict[str, Any]) -> None:
-    """Let OpenCLIP evaluate, which it does only with validation data or ImageNet."""
-    if not data.keys() & {"val", "imagenet-val", IMAGENET_V2}:
-        data[IMAGENET_V2] = None

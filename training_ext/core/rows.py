@@ -198,22 +198,19 @@ class TrainData:
         self.tags = Tags()
         self.loader: RowLoader
 
-    def dataset_fn(self, original: Callable, path: str, kind: str) -> Callable:
-        """Replaces OpenCLIP's `get_dataset_fn`: the function that it returns builds a data set with rows."""
-        return partial(self._build, original(path, kind))
-
-    def _build(
-        self, build: Callable, args: Any, transform: Any, is_train: bool, tokenizer: Any = None, **more: Any
+    def build(
+        self, original: Callable, args: Any, transform: Any, is_train: bool, tokenizer: Any = None, **more: Any
     ) -> Any:
+        """Replaces what OpenCLIP's `get_dataset_fn` returns: builds a data set with rows."""
         if not is_train:
             with in_place(self._run.seams(), VAL_DATA):
-                return build(args, transform, is_train, tokenizer=tokenizer, **more)
+                return original(args, transform, is_train, tokenizer=tokenizer, **more)
         self.tags = Tags((ROW,)) if self._has_loss else Tags()
-        if build is data.get_wds_dataset:
+        if original is data.get_wds_dataset:
             self._prepare_shards(args)
             tokenizer = TagsTokenizer(tokenizer, self.tags) if self.tags.names else tokenizer
         with in_place(self._run.seams(), TRAIN_DATA):
-            info = build(args, transform, is_train, tokenizer=tokenizer, **more)
+            info = original(args, transform, is_train, tokenizer=tokenizer, **more)
         self.samples_per_epoch = self.samples_per_epoch or self.num_rows
         for_loss = self._for_loss if self._has_loss else None
         notified = self._run.end_step, self._run.end_epoch

@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import open_clip
@@ -14,10 +14,10 @@ import torch
 from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import Loss
+from open_clip_ext.options import flag_of
 from training_ext.core import hosts
 from training_ext.core.flags import OPEN_CLIP_TAU_MIN, parse
 from training_ext.core.loss import LossItems, build_loss
-from training_ext.core.optimizer import given_settings
 from training_ext.core.rows import TrainData
 from training_ext.core.seam import RUN, Seam, in_place
 from training_ext.core.state import State
@@ -75,8 +75,7 @@ class Run:
     def create_model(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         model, *transforms = original(*args, **kwargs)
         if self.training.model is not None:  # this one is frozen, to learn from
-            for component in self.components:
-                component.reference_built(model)
+            self.training.reference = model
             return model, *transforms
         self.training.model = model
         self.adds_losses = bool(self.components) and self.events.wrap_model(model)
@@ -115,8 +114,19 @@ class Run:
         if trains_logit_scale(self.args):
             schedule = self.args.lr_tau, self.args.lr_tau_scheduler, self.args.lr
             self.temperature = TemperatureGroup(inner, model.logit_scale, *schedule)
-        self._settings = given_settings(inner, self.args)
+        self._settings = self._given_settings(inner)
         return optimizer
+
+    def _given_settings(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        """The settings that each group was built with, for after a checkpoint is loaded, which has its own.
+
+        The rate is one of them with --skip-scheduler only; else it is the schedule's, and belongs to the last step.
+        """
+        more = getattr(self.args, "opt_kwargs", None) or ()
+        names = ["weight_decay", "betas", "eps", "momentum", "lr_scale", *more]
+        if self.args.skip_scheduler:
+            names.append("lr")
+        return [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
 
     def _count_update(self, *_: Any) -> None:
         self.training.updated = self.training.steps + 1
@@ -127,13 +137,6 @@ class Run:
             self.host.assign_model_rate(original, optimizer, new_lr)
         else:
             self.temperature.assign(partial(self.host.assign_model_rate, original), optimizer, new_lr)
-
-    def logged_learning_rate(self, original: Callable, optimizer: torch.optim.Optimizer) -> float:
-        """Replaces OpenCLIP 4's function, which gives the largest rate of all groups: without the temperature's."""
-        if self.temperature is None:
-            return original(optimizer)
-        groups = [group for group in optimizer.param_groups if group is not self.temperature.group]
-        return original(SimpleNamespace(param_groups=groups))
 
     def highest_scale(self) -> float | None:
         """Where logit_scale is clamped after each step, log(1 / tau); None if the step does not change it."""
@@ -219,6 +222,7 @@ class Run:
             InputError: OpenCLIP ended before it trained, bad input, or the machine failed before the first step.
             MachineError: it failed later: a full disk, a worker that was killed.
             NonFiniteError: the training met a NaN or an infinity.
+            Stopped: a component ended it after a signal.
         """
         completed = False
         try:
@@ -243,8 +247,8 @@ def check_seams(host: ModuleType) -> None:
     """Raise InputError if the installed OpenCLIP does not keep the contract of a seam that every run needs."""
     for seam in host.SEAMS:
         if (broken := seam.broken()) is not None:
-            version = hosts.open_clip_version()
-            raise InputError(f"open_clip_torch {version} is installed, where {broken}; it runs with {host.RANGE}")
+            version, known = hosts.open_clip_version(), hosts.range_of(hosts.supported())
+            raise InputError(f"open_clip_torch {version} is installed, where {broken}; it runs with {known}")
 
 
 def start(argv: list[str]) -> Run | None:
@@ -268,8 +272,9 @@ def start(argv: list[str]) -> Run | None:
     if args.seams:
         print(listing(run))
         return None
-    if args.uses_ext_loss:
-        host.check_flags(args)
+    for name in host.REFUSED if args.uses_ext_loss else ():
+        if getattr(args, name, None) not in (None, False, "txt"):  # the last is --text-key's default
+            raise InputError(f"--loss {args.loss} does not follow it; leave it out", flag_of(name))
     with ExitStack() as until:
         run.prepare(until)
         run.state.check()

@@ -11,6 +11,7 @@ from typing import Any
 
 from training_ext.core.patching import look_up, replaced
 
+MAIN, TRAIN, DATA = "open_clip_train.main", "open_clip_train.train", "open_clip_train.data"
 RUN, TRAIN_DATA, VAL_DATA = "run", "train data", "validation data"
 """When a name is replaced: during the whole run, or while a data set is built."""
 
@@ -24,8 +25,8 @@ class Seam:
         why: what OpenCLIP cannot do without it.
         contract: what the replacement relies on; `used_by` and `parameters` are the part that is checked at the start.
         replacement: maps the original and the owner, the `Run` or a component, to the replacement.
-        used_by: the function that looks the name up, itself or in one of its module that it calls, such as
-            "open_clip_train.main:main".
+        used_by: the function that looks the name up, itself or in one of its module that it calls, as
+            "module:function".
         parameters: names of parameters of the original that the replacement relies on.
         layer: where several replace the same name, those of a higher layer get the lower ones' replacement as original.
         scopes: of RUN, TRAIN_DATA and VAL_DATA.
@@ -36,7 +37,7 @@ class Seam:
     why: str
     contract: str
     replacement: Callable[[Any, Any], Any]
-    used_by: str
+    used_by: str = f"{MAIN}:main"
     parameters: tuple[str, ...] = ()
     layer: int = 0
     scopes: tuple[str, ...] = (RUN,)

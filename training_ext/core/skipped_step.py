@@ -21,10 +21,13 @@ def pass_over(error: NonFiniteError, model: torch.nn.Module, scaler: Any) -> Non
         scaler: a GradScaler, or None.
 
     Raises:
-        NonFiniteError: `error`: no scaler, one whose scale is below `LEAST_SCALE`, or a weight that is not finite.
+        NonFiniteError: `error`: no scaler, one whose scale is below `LEAST_SCALE`, or a weight that is not
+            finite, of this process's shards.
     """
-    skips = scaler is not None and scaler.is_enabled() and scaler.get_scale() >= LEAST_SCALE
-    if not (skips and are_finite(model)):
+    if scaler is None or not scaler.is_enabled() or scaler.get_scale() < LEAST_SCALE:
+        raise error
+    own = (weights.to_local() if hasattr(weights, "to_local") else weights for weights in model.parameters())
+    if not torch.stack([weights.isfinite().all() for weights in own]).all():  # one wait for the device
         raise error
     if rank() == 0:
         logging.warning(f"{error}; the gradient scaler has skipped it, and the training goes on")
@@ -34,9 +37,3 @@ def check_scale(scaler: Any, steps: int) -> None:
     """Raise NonFiniteError if a scaler that has skipped the latest `steps` has a scale below `LEAST_SCALE`."""
     if scaler is not None and scaler.is_enabled() and (scale := scaler.get_scale()) < LEAST_SCALE:
         raise NonFiniteError(f"the gradient scaler has skipped the last {steps} step(s); its scale is {scale:g}")
-
-
-def are_finite(model: torch.nn.Module) -> bool:
-    """Whether all weights are, or this process's shards of them; waits for the device once."""
-    own = (weights.to_local() if hasattr(weights, "to_local") else weights for weights in model.parameters())
-    return bool(torch.stack([weights.isfinite().all() for weights in own]).all())

@@ -153,16 +153,15 @@ class State:
         if entry is None:
             return
         path = self._path
-        if self.components:
-            from training_ext.core.component_state import load_rows, load_states
         if loss is not None:
             if loss.needs_index and entry["num_rows"] != num_rows:
                 raise InputError(f"{path!r} was trained on {entry['num_rows']} rows, not on {num_rows}", "--resume")
             with in_one_line(path):
-                if not (self.components and load_rows(loss, entry, path, self.components)):
+                if not any(one.load_rows(loss, entry["state"], one.state_in(entry), path) for one in self.components):
                     loss.load_full_state(entry["state"])
-        if self.components:
-            load_states(entry, self.components)
+        for component in self.components:
+            if state := component.state_in(entry):
+                component.load_state_dict(state)
 
     # Saving
 

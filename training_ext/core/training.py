@@ -18,6 +18,7 @@ class Training:
         data: the train data, `rows.TrainData`.
         state: what checkpoints have of this package, `state.State`.
         model: without wrappers.
+        reference: the frozen model of --distill-model.
         loss: of this package; None with OpenCLIP's own.
         new_loss: builds one like it.
         transform, tokenizer: of the evaluated model.
@@ -32,6 +33,7 @@ class Training:
     data: Any = None
     state: Any = None
     model: Any = None
+    reference: Any = None
     optimizer: Any = None
     loss: Loss | None = None
     transform: Any = None

@@ -7,6 +7,7 @@ import json
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,9 @@ from training_ext.components.bad_samples.usable import EMPTY, CountIncomplete, D
 from training_ext.core.component import Component
 from training_ext.core.epoch import Epoch
 from training_ext.core.hosts import release
+from training_ext.core.hosts.both import SHARD_READER
 from training_ext.core.rows import has_caption
-from training_ext.core.seam import TRAIN_DATA, VAL_DATA, Seam
+from training_ext.core.seam import DATA, TRAIN_DATA, VAL_DATA, Seam
 from training_ext.data.captions import captions_of_samples
 from training_ext.data.rows import kind_of
 from training_ext.data.seeding import shared_zeros, worker_id
@@ -29,7 +31,6 @@ from training_ext.data.shard_rows import UndamagedParts, leave_out_broken, read_
 from training_ext.data.shards import shard_urls
 
 FILE = "data.jsonl"  # a line for each epoch
-DATA = "open_clip_train.data"
 SHARDS = f"{DATA}:get_wds_dataset"
 HAS_TASKS = release() >= (4, 0)
 IN_A_ROW = 10_000  # unusable samples after which a worker gives up
@@ -49,18 +50,6 @@ def lines(scope: str) -> Seam:
     )  # fmt: skip
 
 
-def reader(layer: int, replacement: Callable, why: str) -> Seam:
-    return Seam(
-        DATA, "tarfile_to_samples_nothrow",
-        why=why,
-        contract="get_wds_dataset uses it for train data as the stage from shards, dicts with url, to raw samples",
-        replacement=replacement,
-        used_by=SHARDS,
-        scopes=(TRAIN_DATA,),
-        layer=layer,
-    )  # fmt: skip
-
-
 class BadSamples(Component):
     """Counts the train samples that one process uses and leaves out, over all workers of its loader."""
 
@@ -71,12 +60,19 @@ class BadSamples(Component):
     seams = (
         lines(TRAIN_DATA),
         lines(VAL_DATA),
-        reader(-3, lambda original, component: read_to_damage, "takes a damaged header for the end of a shard"),
-        reader(
-            -1, lambda original, component: UndamagedParts(
+        replace(
+            SHARD_READER,
+            why="takes a damaged header for the end of a shard",
+            replacement=lambda original, component: read_to_damage,
+            layer=-3,
+        ),
+        replace(
+            SHARD_READER,
+            why="the rest of a damaged shard is lost, which must be counted",
+            replacement=lambda original, component: UndamagedParts(
                 original, component.skip_shard, component.end_shard, component.training.data.sizes
             ),
-            "the rest of a damaged shard is lost, which must be counted",
+            layer=-1,
         ),
         Seam(
             DATA, "FilterValidSample" if HAS_TASKS else "filter_no_caption_or_no_image",

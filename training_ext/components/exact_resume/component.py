@@ -24,19 +24,19 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from open_clip_ext.distributed import all_gather
-from open_clip_ext.errors import InputError, Stopped
+from open_clip_ext.errors import Stopped
 from open_clip_ext.options import option
 from training_ext.components.exact_resume import order
 from training_ext.components.exact_resume.stopping import StopRequest
 from training_ext.core.component import Component
 from training_ext.core.epoch import Epoch
-from training_ext.core.seam import TRAIN_DATA, Seam
+from training_ext.core.seam import DATA, TRAIN, TRAIN_DATA, Seam
 from training_ext.data import checkpoint_files
 from training_ext.data.checkpoint import order_of
 from training_ext.data.metrics import saves_before_evaluation
 from training_ext.data.seeding import SharedEpoch, seed_all
 
-DATA, SHARDS = "open_clip_train.data", "get_wds_dataset"
+SHARDS = "get_wds_dataset"
 
 
 def seeded(user: str, name: str, method: str, why: str, contract: str, layer: int = 0) -> Seam:
@@ -66,12 +66,12 @@ class ExactResume(Component):
     state_is_needed: bool = False  # at the end of an epoch
     seams = (
         Seam(
-            "open_clip_train.train", "enumerate",
+            TRAIN, "enumerate",
             why="a resumed epoch resumes at its step, by which OpenCLIP sets learning rates and logs",
             contract="train_one_epoch numbers the batches by the built-in enumerate(dataloader), from which alone it "
             "tells the step",
             replacement=lambda original, component: partial(component.numbered, original),
-            used_by="open_clip_train.train:train_one_epoch",
+            used_by=f"{TRAIN}:train_one_epoch",
         ),
         seeded(
             SHARDS, "wds.shuffle", "seeded_shuffle",
@@ -117,13 +117,8 @@ class ExactResume(Component):
         return self.args.uses_ext_loss
 
     def check_plan(self, metrics: list[str]) -> None:
-        if self.save_every_steps is None:
-            return
-        if not self.plan.trains:
-            raise InputError(f"{self.save_every_steps} without training; give --train-data", "--save-every-steps")
-        if not self.plan.keeps_files:
-            text = f"{self.save_every_steps} with --logs {self.args.logs}, which writes no files; give a folder"
-            raise InputError(text, "--save-every-steps")
+        if self.save_every_steps is not None:
+            self.check_writes("save_every_steps")
 
     def columns(self) -> Sequence[str]:
         return (order.NUMBER,)

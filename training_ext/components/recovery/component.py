@@ -9,8 +9,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import torch
-
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of, option
@@ -54,7 +52,6 @@ class Recovery(Component):
     _in_progress: Any = None  # `StatisticsRecovery`
     _is_due = False
     _done = 0  # its completed epochs, of a checkpoint within it
-    _reference: torch.nn.Module | None = None
 
     @classmethod
     def resolve(cls, args: Namespace) -> None:
@@ -109,9 +106,6 @@ class Recovery(Component):
 
             recovered.check_files(self.args, rows, resumes)
 
-    def reference_built(self, model: torch.nn.Module) -> None:
-        self._reference = model
-
     def begin(self, resumed: bool) -> None:
         self._is_due = self._is_due or (not resumed and self.osr_epochs > 0)
 
@@ -128,7 +122,7 @@ class Recovery(Component):
             return
         from training_ext.components.recovery.recovery import StatisticsRecovery
 
-        recovery = StatisticsRecovery(self.training, self.plan, epoch, self._reference, self._done)
+        recovery = StatisticsRecovery(self.training, self.plan, epoch, self._done)
         if self.osr_load is not None:
             recovery.load(self.osr_load)
             logging.info(f"=> loaded the recovered statistics '{self.osr_load}'")

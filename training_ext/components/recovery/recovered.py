@@ -54,11 +54,6 @@ def identity(args: Namespace, rows: DataRows | None) -> dict[str, Any]:
 def save(path: str, content: dict[str, Any]) -> None:
     """Write `content` to `path`, complete or not at all, and remove the folders of rows of the file it replaces."""
     atomic_save(torch.save, {"kind": KIND, "format": FORMAT, **content}, path)
-    remove_folders(path)
-
-
-def remove_folders(path: str) -> None:
-    """Remove the folders of rows of earlier files at `path`, except that of the present file."""
     remove_unnamed(os.path.dirname(path) or ".", [path], begin=f"{os.path.basename(path)}{MARK}")
 
 

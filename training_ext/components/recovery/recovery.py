@@ -13,8 +13,6 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-import torch
-
 from open_clip_ext.distributed import object_of_first
 from open_clip_ext.metrics_file import RECOVERY
 from open_clip_ext.recovery import FrozenWeights, check_frozen, digest_of, epoch_lengths, zero_learning_rates
@@ -55,13 +53,12 @@ class StatisticsRecovery:
     Args:
         plan: of the run, whose options of the recovery are resolved.
         first: the training's first epoch, which follows.
-        reference: the frozen model of --distill-model, if there is one.
         done: number of completed epochs.
     """
 
-    def __init__(self, training: Training, plan: Plan, first: Epoch, reference: torch.nn.Module | None, done: int):
+    def __init__(self, training: Training, plan: Plan, first: Epoch, done: int):
         self.plan, self.args = plan, plan.args
-        self.training, self.first, self.reference = training, first, reference
+        self.training, self.first = training, first
         self.optimizer, self.scaler = first.optimizer, first.scaler
         self.weights = FrozenWeights(first.model)
         self.done = done
@@ -132,8 +129,8 @@ class StatisticsRecovery:
             "weights": f"digest {self.weights.digest()}",
             "trained parameters": f"{len(self._trained())}, digest {trained[:16]}",
         }
-        if self.reference is not None and self.args.uses_ext_loss:
-            own["reference model"] = f"digest {digest_of(self.reference.state_dict())[:16]}"
+        if self.training.reference is not None and self.args.uses_ext_loss:
+            own["reference model"] = f"digest {digest_of(self.training.reference.state_dict())[:16]}"
         return own
 
     def _trained(self) -> list[str]:

@@ -1,30 +1,27 @@
 """Generated scenes as data, and their zero-shot classification during training, as OpenCLIP has it for ImageNet."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from open_clip_ext.options import option
 from training_ext.core.component import Component
 from training_ext.core.epoch import Evaluation
-from training_ext.core.seam import TRAIN_DATA, VAL_DATA, Seam
+from training_ext.core.hosts.both import GET_DATASET_FN
+from training_ext.core.seam import DATA, TRAIN_DATA, VAL_DATA, Seam
 from training_ext.data.metrics import SCENES, is_due
 
 
 def generated(scope: str) -> Seam:
     return Seam(
-        "open_clip_train.data", "SyntheticDataset",
+        DATA, "SyntheticDataset",
         why="generated scenes stand in for it",
         contract="get_synthetic_dataset builds SyntheticDataset(transform=, image_size=, dataset_size=, tokenizer=)",
         replacement=lambda original, component: component.dataset(scope == TRAIN_DATA),
-        used_by="open_clip_train.data:get_synthetic_dataset",
+        used_by=f"{DATA}:get_synthetic_dataset",
         scopes=(scope,),
         layer=-1,
     )  # fmt: skip
-
-
-def of_shapes(original: Callable, path: str, kind: str) -> Callable:
-    """`get_dataset_fn` that knows the kind shapes."""
-    return original(path, "synthetic" if kind == "shapes" else kind)
 
 
 class GeneratedScenes(Component):
@@ -43,13 +40,12 @@ class GeneratedScenes(Component):
     )
 
     seams = (
-        Seam(
-            "open_clip_train.data", "get_dataset_fn",
+        replace(
+            GET_DATASET_FN,
             why="builds generated scenes as OpenCLIP's synthetic data",
-            contract="get_data builds each data set by get_dataset_fn(path, type)(args, transform, is_train=, "
-            "tokenizer=)",
-            replacement=lambda original, component: partial(of_shapes, original),
-            used_by="open_clip_train.data:get_data",
+            replacement=lambda original, _: lambda path, kind: original(
+                path, "synthetic" if kind == "shapes" else kind
+            ),
             layer=-1,
         ),
         generated(TRAIN_DATA),

@@ -2,8 +2,7 @@
 
 from functools import partial
 
-from training_ext.core.hosts.both import IN_MAIN, MAIN, TRAIN
-from training_ext.core.seam import Seam
+from training_ext.core.seam import MAIN, TRAIN, Seam
 
 EVALUATE = Seam(
     MAIN, "evaluate",
@@ -11,14 +10,12 @@ EVALUATE = Seam(
     contract="called after each epoch as (model or task, data, completed_epoch, args, tb_writer=, tokenizer=), returns "
     "metrics by name, {} on all processes but 0",
     replacement=lambda original, run: partial(run.events.evaluate, original),
-    used_by=IN_MAIN,
 )
 GET_DATA = Seam(
     MAIN, "get_data",
     why="components look at the data before the first step, and may make OpenCLIP evaluate",
     contract="main calls get_data(args, transforms, epoch=, tokenizer=) after start-up of the processes",
     replacement=lambda original, run: partial(run.events.get_data, original),
-    used_by=IN_MAIN,
 )
 
 

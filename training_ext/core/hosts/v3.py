@@ -1,6 +1,5 @@
 """OpenCLIP 2.26 to 3.3: a loop over model, loss and optimizer."""
 
-from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -8,25 +7,16 @@ from typing import Any
 
 import torch
 
-from open_clip_ext.errors import InputError
-from open_clip_ext.options import flag_of
-from training_ext.core.hosts import range_of, release
-from training_ext.core.hosts.both import IN_MAIN, MAIN, TRAIN, data_parallel, main
+from training_ext.core.hosts import release
 from training_ext.core.hosts.both import SEAMS as BOTH
-from training_ext.core.seam import Seam
+from training_ext.core.hosts.both import data_parallel, main
+from training_ext.core.seam import MAIN, TRAIN, Seam
 
-__all__ = ["HAS_TASKS", "RANGE", "SCALE", "SEAMS", "assign_model_rate", "check_flags", "main"]
+__all__ = ["HAS_TASKS", "REFUSED", "SCALE", "SEAMS", "assign_model_rate", "main"]
 
-RANGE = range_of("v3")
 HAS_TASKS = False
 SCALE = "scale"  # name of 1 / tau in a logged step
-
-
-def check_flags(args: Namespace) -> None:
-    """Raise InputError for the first flag that would be ignored with this package's losses."""
-    for name in ("horovod", "torchscript", "trace"):
-        if getattr(args, name, False):
-            raise InputError(f"--loss {args.loss} does not follow it; leave it out", flag_of(name))
+REFUSED = ("horovod", "torchscript", "trace")  # flags that would be ignored with this package's losses
 
 
 def assign_model_rate(original: Callable, optimizer: torch.optim.Optimizer, new_lr: float) -> None:
@@ -49,7 +39,6 @@ TIMM = Seam(
     why="the same for --opt timm/...",
     contract="main imports create_optimizer_v2 from timm.optim when --opt starts with timm/",
     replacement=lambda original, run: partial(run.create_optimizer, original),
-    used_by=IN_MAIN,
 )
 
 SEAMS = (
@@ -60,14 +49,12 @@ SEAMS = (
         why="OpenCLIP passes device_ids also on CPU, where DistributedDataParallel refuses it",
         contract="main wraps the model by DistributedDataParallel(model, device_ids=[device], ...)",
         replacement=data_parallel,
-        used_by=IN_MAIN,
     ),
     Seam(
         MAIN, "optim.AdamW",
         why="the temperature and components have groups of their own",
         contract="main builds optim.AdamW(groups, ...) once, the model's parameters in groups",
         replacement=lambda original, run: partial(run.create_optimizer, original),
-        used_by=IN_MAIN,
     ),
     Seam(
         TRAIN, "unwrap_model",
@@ -81,7 +68,6 @@ SEAMS = (
         why="takes our state out of the checkpoint",
         contract="main loads --resume by pt_load(path, map_location=), before it creates data and loss",
         replacement=lambda original, run: partial(run.state.load, original),
-        used_by=IN_MAIN,
     ),
     Seam(
         MAIN, "create_loss",
@@ -89,6 +75,5 @@ SEAMS = (
         contract="main calls create_loss(args) once and only to train, and the loop calls what it returns with the "
         "model's output and output_dict=True, and sums the values of the dict that it gets",
         replacement=lambda original, run: partial(run.create_loss, original),
-        used_by=IN_MAIN,
     ),
 )

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from training_ext.core.epoch import Epoch
-from training_ext.core.hosts.both import IN_MAIN, MAIN
 from training_ext.core.hosts.both_events import EVALUATE, GET_DATA, zero_shot
-from training_ext.core.seam import Seam
+from training_ext.core.seam import MAIN, Seam
 
 
 def without_wrapper(model: Any) -> torch.nn.Module:
@@ -52,7 +51,6 @@ EVENTS = {
         "dataloader, calls scheduler(step), and gives the numbers of each step that it logs to "
         "tb_writer.add_scalar('train/' + name, number, step)",
         replacement=lambda original, run: partial(train_one_epoch, original, run),
-        used_by=IN_MAIN,
     ),
     "evaluated": EVALUATE,
     "scores": zero_shot("zero_shot_eval"),

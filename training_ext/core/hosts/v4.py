@@ -1,56 +1,34 @@
 """OpenCLIP 4.2: a loop over a task, which has model and loss."""
 
-from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from open_clip.task import CLIPTask, unwrap_model
 
-from open_clip_ext.errors import InputError
-from open_clip_ext.options import flag_of
-from training_ext.core.hosts import range_of
-from training_ext.core.hosts.both import IN_MAIN, MAIN, TRAIN, data_parallel, main
 from training_ext.core.hosts.both import SEAMS as BOTH
-from training_ext.core.seam import Seam
+from training_ext.core.hosts.both import data_parallel, main
+from training_ext.core.seam import MAIN, TRAIN, Seam
 
-__all__ = ["HAS_TASKS", "RANGE", "SCALE", "SEAMS", "assign_model_rate", "check_flags", "main"]
+__all__ = ["HAS_TASKS", "REFUSED", "SCALE", "SEAMS", "assign_model_rate", "main"]
 
-RANGE = range_of("v4")
 HAS_TASKS = True
 SCALE = "logit_scale"  # name of 1 / tau in a logged step
 # For other data than images and captions, or captions from elsewhere than the .txt that carries the row
 REFUSED = ("audio_zeroshot_dataset", "json_text_key", "text_attention_mask", "text_key", "use_naflex", "variable_text")
 
 
-def check_flags(args: Namespace) -> None:
-    """Raise InputError for the first flag that would be ignored with this package's losses."""
-    for name in REFUSED:
-        if getattr(args, name, None) not in (None, False, "txt"):
-            raise InputError(f"--loss {args.loss} does not follow it; leave it out", flag_of(name))
-
-
 def assign_model_rate(original: Callable, optimizer: torch.optim.Optimizer, new_lr: float) -> None:
     original(optimizer, new_lr)
 
 
-class WithoutCompiledLoss(CLIPTask):
-    """A task of which torch.compile traces the model alone, since the loss updates state of its own."""
-
-    def compile(self, *, target: str = "task", compile_train: bool = True, **kwargs: Any) -> "WithoutCompiledLoss":
-        if target != "task":
-            super().compile(target=target, **kwargs)
-        elif compile_train:
-            kwargs.pop("compile_eval", None)
-            self.trainable_module.compile(**self._compile_kwargs(**kwargs))
-        return self
-
-
-class LossTask(WithoutCompiledLoss):
+class LossTask(CLIPTask):
     """A task of a model and one of this package's losses.
 
-    The loss stays outside of what DistributedDataParallel wraps, FSDP shards and torch.compile traces.
+    The loss stays outside of what DistributedDataParallel wraps, FSDP shards and torch.compile traces, since it updates
+    state of its own.
 
     Args:
         reference: a frozen model whose features the loss also gets, or None.
@@ -65,6 +43,14 @@ class LossTask(WithoutCompiledLoss):
         self.loss = loss
         self.reference = None if reference is None else reference.eval().requires_grad_(False)
         self._highest_scale = highest_scale
+
+    def compile(self, *, target: str = "task", compile_train: bool = True, **kwargs: Any) -> "LossTask":
+        if target != "task":
+            super().compile(target=target, **kwargs)
+        elif compile_train:
+            kwargs.pop("compile_eval", None)
+            self.trainable_module.compile(**self._compile_kwargs(**kwargs))
+        return self
 
     def train(self, mode: bool = True) -> "LossTask":
         super().train(mode)
@@ -109,6 +95,14 @@ def create_optimizer(
     return run.prepare_optimizer(original(module, *args, **kwargs), unwrap_model(module))
 
 
+def get_learning_rate(original: Callable, run: Any, optimizer: torch.optim.Optimizer) -> float:
+    """The largest rate of all groups, as OpenCLIP's, but without the temperature's."""
+    if run.temperature is None:
+        return original(optimizer)
+    groups = [group for group in optimizer.param_groups if group is not run.temperature.group]
+    return original(SimpleNamespace(param_groups=groups))
+
+
 SEAMS = (
     *BOTH,
     Seam(
@@ -124,7 +118,6 @@ SEAMS = (
         contract="main calls create_task(args, model=, dist_model=, naflex_data_config=) once, before it wraps the "
         "model, whose task it trains by prepare_batch, task(batch), compute_accum_loss and clamp_logit_scale",
         replacement=lambda original, run: partial(create_task, original, run),
-        used_by=IN_MAIN,
         parameters=("model", "dist_model"),
     ),
     Seam(
@@ -132,13 +125,12 @@ SEAMS = (
         why="the temperature and components have groups of their own",
         contract="main builds its optimizer by create_optimizer(trainable_module, ...), after the model is wrapped",
         replacement=lambda original, run: partial(create_optimizer, original, run),
-        used_by=IN_MAIN,
     ),
     Seam(
         TRAIN, "get_learning_rate",
         why="the loop logs the largest rate of all groups, which may be the temperature's",
         contract="train_one_epoch logs get_learning_rate(optimizer), of the rates in its groups",
-        replacement=lambda original, run: partial(run.logged_learning_rate, original),
+        replacement=lambda original, run: partial(get_learning_rate, original, run),
         used_by=f"{TRAIN}:train_one_epoch",
     ),
     Seam(

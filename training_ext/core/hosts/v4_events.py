@@ -10,9 +10,8 @@ from open_clip.task import get_model_from_task, save_checkpoint
 from open_clip_train.train import TrainState
 
 from training_ext.core.epoch import Epoch
-from training_ext.core.hosts.both import IN_MAIN, MAIN
 from training_ext.core.hosts.both_events import EVALUATE, GET_DATA, zero_shot
-from training_ext.core.seam import Seam
+from training_ext.core.seam import MAIN, Seam
 
 without_wrapper = get_model_from_task  # the model within the task that is evaluated
 
@@ -47,7 +46,6 @@ EVENTS = {
         "step, on those of --log-metric-every-n-steps, too, to tb_writer.add_scalar('train/' + name, number, step); of "
         "the losses it takes what items() gives, on every process",
         replacement=lambda original, run: partial(train_one_epoch, original, run),
-        used_by=IN_MAIN,
     ),
     "evaluated": EVALUATE,
     "scores": zero_shot("zero_shot_eval_all"),
