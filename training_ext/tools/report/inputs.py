@@ -29,7 +29,12 @@ from training_ext.flags.run_recipe import RECIPE
 from training_ext.openclip.loading import load_checkpoint
 from training_ext.openclip.machine import check_device, check_writable
 from training_ext.tools.evaluation.models import (
-    MODEL_FLAGS, Checkpoint, experiment_of, load_model, preprocessing_of, weights_in,
+    MODEL_FLAGS,
+    Checkpoint,
+    experiment_of,
+    load_model,
+    preprocessing_of,
+    weights_in,
 )
 
 BATCH_SIZES = (64, 256, 1024)
