@@ -9,7 +9,7 @@ import os
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 import safetensors.torch
@@ -22,7 +22,7 @@ from torch.nn.functional import normalize
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from tqdm import tqdm
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, one_line
 from open_clip_ext.files import whole_file
 from training_ext.data.reading import Source
 from training_ext.openclip.hosts import taken
@@ -43,10 +43,10 @@ class Embedded:
         problem: why the first unreadable row could not be read, or None.
     """
 
-    image: list[Tensor] = field(default_factory=list)
-    text: list[Tensor] = field(default_factory=list)
-    rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    problem: str | None = None
+    image: list[Tensor]
+    text: list[Tensor]
+    rows: Tensor
+    problem: str | None
 
 
 def path_of(folder: str, block: int) -> str:
@@ -142,22 +142,20 @@ def read(folder: str, num_rows: int) -> Embedded:
     Raises:
         InputError: a block is missing, or fewer than 2 rows could be read.
     """
-    embedded, rows = Embedded(), []
+    images, texts, blocks, problem = [], [], [], None
     for path in (path_of(folder, block) for block in range(-(-num_rows // BLOCK_ROWS))):
         try:
             with safe_open(path, framework="pt") as file:
-                embedded.problem = embedded.problem or file.metadata()[PROBLEM] or None
-                rows.append(file.get_tensor("rows"))
-                if len(rows[-1]):
-                    embedded.image.append(file.get_tensor("image"))
-                    embedded.text.append(file.get_tensor("text"))
+                problem = problem or file.metadata()[PROBLEM] or None
+                blocks.append(file.get_tensor("rows"))
+                if len(blocks[-1]):
+                    images.append(file.get_tensor("image"))
+                    texts.append(file.get_tensor("text"))
         except (OSError, SafetensorError) as error:
-            why = f"{path!r} cannot be read: {' '.join(str(error).split())}"
+            why = f"{path!r} cannot be read: {one_line(error)}"
             raise InputError(f"{why}; give a folder that every process sees", "--out") from None
-    embedded.rows = torch.cat(rows)
-    if len(embedded.rows) < 2:
-        raise InputError(
-            f"{len(embedded.rows)} of {num_rows} rows can be read, 2 are needed; the first problem: {embedded.problem}",
-            "--train-data",
-        )
-    return embedded
+    rows = torch.cat(blocks)
+    if len(rows) < 2:
+        text = f"{len(rows)} of {num_rows} rows can be read, 2 are needed; the first problem: {problem}"
+        raise InputError(text, "--train-data")
+    return Embedded(images, texts, rows, problem)
