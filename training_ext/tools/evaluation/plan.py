@@ -165,10 +165,7 @@ def find_tasks(args: Namespace) -> tuple[str, list[Task], list[Task], dict[str, 
         if not any(word in (task.key, task.name) for task in tasks):
             raise InputError(f"{word!r} is not one of {', '.join(task.name for task in tasks)}", "--tasks")
     wanted = [task for task in tasks if not args.tasks or task.key in args.tasks or task.name in args.tasks]
-    folders = {}
-    for task in tasks:
-        if folder := task.folder_in(args.data):
-            folders[task.key] = folder
+    folders = {task.key: folder for task in tasks if (folder := task.folder_in(args.data))}
     there = [task for task in wanted if task.key in folders]
     if not there:
         looked_for = f"{wanted[0].folder_names()[0]} for {wanted[0].name}"
