@@ -190,12 +190,17 @@ def names_of_weights(path: str, flag: str) -> list[str]:
         if "TorchScript" in reason:
             reason = "is a TorchScript archive, which would execute what it contains; give a file of its state_dict"
         raise InputError(f"{path!r} {reason}", flag) from None
+    if not (weights := weights_in(content)):
+        raise InputError(f"{path!r} has no weights of a model", flag)
+    return list(weights)
+
+
+def weights_in(content: Any) -> dict[str, torch.Tensor]:
+    """The weights in the content of a file, by name without prefixes of wrappers; {} if there are none."""
     weights = content.get("state_dict", content) if isinstance(content, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        weights = {}
-    if not weights:
-        raise InputError(f"{path!r} has no weights of a model", flag)
-    return [plain_name(str(name)) for name in weights]
+        return {}
+    return {plain_name(str(name)): value for name, value in weights.items()}
 
 
 def load_model(checkpoint: Checkpoint, args: Namespace = CPU) -> tuple[torch.nn.Module, Callable, Callable]:

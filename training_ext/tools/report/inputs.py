@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from open_clip_ext import factory
-from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.recovery import digest_of
@@ -29,7 +28,9 @@ from training_ext.data.shards import Shards, find_shards, local_path, shard_urls
 from training_ext.flags.run_recipe import RECIPE
 from training_ext.openclip.loading import load_checkpoint
 from training_ext.openclip.machine import check_device, check_writable
-from training_ext.tools.evaluation.models import MODEL_FLAGS, Checkpoint, experiment_of, load_model, preprocessing_of
+from training_ext.tools.evaluation.models import (
+    MODEL_FLAGS, Checkpoint, experiment_of, load_model, preprocessing_of, weights_in,
+)
 
 BATCH_SIZES = (64, 256, 1024)
 
@@ -60,10 +61,7 @@ class Saved:
         if not os.path.isfile(path):
             raise InputError(f"{path!r} does not exist", "--checkpoint")
         content = load_checkpoint(path, "--checkpoint")
-        weights = content.get("state_dict", content) if isinstance(content, dict) else {}
-        weights = weights if isinstance(weights, dict) else {}
-        weights = {plain_name(name): value for name, value in weights.items() if isinstance(name, str)}
-        if "logit_scale" not in weights:
+        if "logit_scale" not in (weights := weights_in(content)):
             raise InputError(f"{path!r} has no CLIP model", "--checkpoint")
         return cls(path, weights, entry_of(content), content.get("epoch"))
 
