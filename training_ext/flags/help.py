@@ -29,9 +29,7 @@ class HelpParser(Parser):
     def __init__(self) -> None:
         super().__init__(add_help=False)
         self.add_argument("-h", "--help", nargs="?", const="", metavar="TOPIC", help="show this help and exit")
-
-    def notes(self) -> dict[str, str]:
-        return default_texts()
+        self.notes = default_texts()
 
     def _parse(self, args: Sequence[str], namespace: Any) -> NoReturn:
         on_command_line = self._given(args)
@@ -86,15 +84,14 @@ def list_losses() -> str:
 
 def default_texts() -> dict[str, str]:
     """Notes on the options' defaults in the help on all flags, by name; empty for a switch."""
-    options = [option for part in factory.all_parts() for option in factory.options_of([part])]
     defaults: dict[str, set[Any]] = {}
-    for option in options:
-        defaults.setdefault(option.name, set()).add(option.default)
+    for part in factory.all_parts():
+        for option in factory.options_of([part]):
+            defaults.setdefault(option.name, set()).add(option.default)
     for preset in factory.list_losses():
-        for name, default in preset.defaults.items():
-            if name in defaults:
-                defaults[name].add(default)
-    return {option.name: _default_text(defaults[option.name]) for option in options}
+        for name in defaults.keys() & preset.defaults.keys():
+            defaults[name].add(preset.defaults[name])
+    return {name: _default_text(values) for name, values in defaults.items()}
 
 
 def _default_text(defaults: set[Any]) -> str:

@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,8 @@ FIRST_SCREENS = ("the run", "data", "evaluation")  # topics of components that -
 
 class Parser(OneLineParser):
     """The parser that OpenCLIP's parse_args creates and fills; it adds this package's flags before it parses."""
+
+    notes: Mapping[str, str] = {}  # ends of the help on options of losses, by name
 
     def __init__(self, add_help: bool = True) -> None:
         super().__init__(
@@ -120,10 +122,6 @@ class Parser(OneLineParser):
             for action, default in defaults:
                 action.default = default
 
-    def notes(self) -> dict[str, str]:
-        """Ends of the help on options of losses, by name."""
-        return {}
-
     def _add_ours(self) -> None:
         groups: dict[str, argparse._ArgumentGroup] = {}
 
@@ -166,14 +164,14 @@ class Parser(OneLineParser):
             action="store_true",
             help="show Python's traceback besides the line that an error before the first step ends with",
         )
-        left, notes = {option.name for option in factory.all_options()}, self.notes()
+        left = {option.name for option in factory.all_options()}
         for part, base in (factory.PART_CLASSES | {"encoder_objective": Loss}).items():
             names, group = ", ".join(factory.PARTS[part]), under(PART_HELP[part], "losses")
             group.add_argument(flag_of(part), metavar="PART", help=f"instead of the loss's own: {names}")
             for option in factory.options_of(cls for cls in factory.all_parts() if issubclass(cls, base)):
                 if option.name in left:
                     left.remove(option.name)
-                    add_option(group, option, notes.get(option.name, ""))
+                    add_option(group, option, self.notes.get(option.name, ""))
 
 
 # Flags of FastCLIP's code, by what to give instead; for others the closest name is.
