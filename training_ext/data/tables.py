@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, one_line
 from training_ext.core.plan import world_info
 from training_ext.data.keys import key_name
 from training_ext.openclip.loading import warn_once
@@ -88,10 +88,8 @@ def open_csv(args: Namespace, path: str, flag: str | None) -> pd.DataFrame:
             raise InputError(error.text, flag) from None
         if isinstance(error, FileNotFoundError):
             raise InputError(f"{path!r} does not exist", flag) from None
-        reason = " ".join(str(error).split())
-        raise InputError(
-            f"{path!r} cannot be read with --csv-separator {args.csv_separator!r}: {reason}", flag
-        ) from None
+        problem = f"cannot be read with --csv-separator {args.csv_separator!r}: {one_line(error)}"
+        raise InputError(f"{path!r} {problem}", flag) from None
     check_columns(args, list(table.columns), path)
     return table
 

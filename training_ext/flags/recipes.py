@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from open_clip_ext.errors import InputError, did_you_mean
+from open_clip_ext.errors import InputError, did_you_mean, one_line
 from open_clip_ext.options import flag_of
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -133,7 +133,7 @@ def find(name: str) -> Recipe:
     except InputError as error:
         raise InputError(f"{name!r} {error}", "--recipe") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"{name!r} is not YAML: {' '.join(str(error).split())[:200]}", "--recipe") from None
+        raise InputError(f"{name!r} is not YAML: {one_line(error)}", "--recipe") from None
     return Recipe(name, **{**declared, "notes": tuple(declared.get("notes", ()))})
 
 

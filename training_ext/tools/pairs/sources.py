@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, one_line
 from training_ext.data.folder_files import LeftOut
 from training_ext.data.pair_folders import find_pairs
 from training_ext.data.tables import check_columns, from_folder_of, is_empty, open_csv, place_of
@@ -147,7 +147,7 @@ def _of_parquet(path: str, args: Namespace, flag: str | None, left_out: LeftOut)
     except InputError:
         raise
     except Exception as error:  # pyarrow's own kinds
-        raise InputError(f"{path!r} cannot be read: {' '.join(str(error).split())[:200]}", flag) from None
+        raise InputError(f"{path!r} cannot be read: {one_line(error)}", flag) from None
     if is_struct and not any(map(_contents, images)):
         images, holds_images = [cell and cell.get("path") for cell in images], False
     if not holds_images:
