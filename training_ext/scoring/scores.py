@@ -12,6 +12,7 @@ from torch import Tensor
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.retrieval import RECALLS, retrieval_ranks
+from training_ext.data.captions import Pictures
 from training_ext.data.metrics import standard_error
 from training_ext.scoring import metrics
 from training_ext.scoring.class_folders import open_own_classes, warn_of_equal_classes
@@ -166,26 +167,24 @@ def retrieve(encoder: Encoder, task: Task, source: Source) -> Score | None:
         return None
     image, text = (list(map(torch.from_numpy, arrays)) for arrays in zip(*columns[2], strict=True))
     # The same file in several samples of own shards is one image.
-    keys = [number if digest is None else bytes(digest) for number, digest in enumerate(columns[1])]
-    first_numbers = {key: number for number, key in reversed(list(enumerate(keys)))}
-    index_of = {key: index for index, key in enumerate(first_numbers)}
+    pictures = Pictures([number if digest is None else bytes(digest) for number, digest in enumerate(columns[1])])
     num_captions = torch.tensor([len(embeddings) for embeddings in text])
-    of = torch.tensor([index_of[key] for key in keys]).repeat_interleave(num_captions)
-    unique_images = torch.stack([image[number] for number in first_numbers.values()])
+    of = torch.from_numpy(pictures.of).repeat_interleave(num_captions)
+    unique_images = torch.stack([image[number] for number in pictures.first])
     images, texts = retrieval_ranks(unique_images, torch.cat(text), of)
     results: dict[str, Any] = {}
     hits: dict[str, NDArray] = {}
-    for name, ranks, image_of_query in (("image", texts, of), ("text", images, torch.arange(len(first_numbers)))):
+    for name, ranks, image_of_query in (("image", texts, of), ("text", images, torch.arange(len(pictures)))):
         for k in RECALLS:
             key, recall, of_queries = f"{name}_retrieval_recall@{k}", ranks.recall(k), ranks.hits(k)
             results[key] = recall
             # The captions of an image share its embedding, so they do not count as independent.
-            results[f"{key}_error"] = standard_error(recall, len(first_numbers))
+            results[f"{key}_error"] = standard_error(recall, len(pictures))
             of_queries = torch.stack([of_queries, torch.ones_like(of_queries)])
-            of_images = of_queries.new_zeros(2, len(first_numbers)).index_add(1, image_of_query, of_queries)
+            of_images = of_queries.new_zeros(2, len(pictures)).index_add(1, image_of_query, of_queries)
             hits[key] = of_images.numpy()
     results["mean_recall@1"] = (texts.recall(1) + images.recall(1)) / 2
-    return Score(results, len(first_numbers), hits=hits if task.kind == OWN_PAIRS else None)
+    return Score(results, len(pictures), hits=hits if task.kind == OWN_PAIRS else None)
 
 
 def associate(encoder: Encoder, task: Task, source: Candidates) -> Score | None:

@@ -12,7 +12,7 @@ from training_ext.scoring.metrics import paired_difference
 from training_ext.tools.evaluation.results import Row
 
 NAMES = tuple(f"{side}_retrieval_recall@{k}" for side in ("text", "image") for k in RECALLS)
-DATA, WEIGHTS = "data", "weights"  # digests in the file
+DATA, WEIGHTS = "pairs", "weights"  # digests in the file
 CONFIDENCE_95 = 1.96  # standard errors
 WIDTH = 16
 
