@@ -20,10 +20,7 @@ def assert_as_recorded(found, golden):
     for key, expected in golden.items():
         # Of a tensor its norm comes first, which bounds what rounding can change in its projection.
         scale = max(map(abs, expected), default=0.0)
-        # A bias of attention's keys changes no softmax. Its gradient is rounding, 1e-7 in each of 8 numbers, and twelve
-        # steps, whose rate is --eps, add them up.
-        rounding = 1e-5 if key.endswith("attn.in_proj_bias") else 1e-9
-        assert found[key] == pytest.approx(expected, rel=0, abs=TOLERANCE * scale + rounding), key
+        assert found[key] == pytest.approx(expected, rel=0, abs=TOLERANCE * scale + 1e-9), key
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
