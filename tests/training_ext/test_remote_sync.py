@@ -25,8 +25,8 @@ def test_a_file_that_goes_while_it_is_copied_and_half_written_ones(logs, tmp_pat
         return True
 
     caplog.set_level(logging.INFO)
-    caplog.handler.addFilter(attempt)
-    assert copy(str(logs), str(tmp_path / "remote"), "fsspec")
+    with caplog.filtering(attempt):
+        assert copy(str(logs), str(tmp_path / "remote"), "fsspec")
     assert not (logs / "checkpoints/epoch_0_step_2.pt").exists()
     copied = {path.name: path.read_bytes() for path in (tmp_path / "remote/checkpoints").iterdir()}
     assert copied == {"epoch_0_step_2.pt": b"content", "epoch_0_step_4.pt": b"content"}
