@@ -2,7 +2,6 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -172,7 +171,7 @@ class Loss(LossState):
         """
         dtype = torch.promote_types(image_features.dtype, torch.float32)
         image, text = image_features.to(dtype), text_features.to(dtype)
-        if isinstance(logit_scale, Real):
+        if not isinstance(logit_scale, Tensor):
             logit_scale = image.new_full((), logit_scale)
         self._check(image_features, text_features, logit_scale, index)
         keys = checked_keys(self, len(image), key=key, positive_key=positive_key)
