@@ -38,7 +38,6 @@ class Pairs:
         if shapes[0] != shapes[1]:
             raise ValueError("image and text must be of the same shape, in the same blocks")
         self.device = self.sides[0][0].device if device is None else torch.device(device)
-        self.dimension = shapes[0][0][1]
         self._ends = list(accumulate(len(block) for block in self.sides[0]))
         if len(self) < 2:
             raise ValueError(f"image: {len(self)} pair(s) have no negatives; at least 2 are needed")

@@ -46,9 +46,8 @@ class Loss(LossState):
     Args:
         accum_freq: calls per optimizer step. OpenCLIP calls its loss that often on the same concatenated features. The
             first call updates the state; the temperature's gradient adds up to that of one call, also in a loop that
-            passes logit_scale detached in all but the last. Where all calls are
-            known to have the same pairs, by `index` or `one_batch_per_step`, the later ones compute nothing and take
-            the first one's value and gradients.
+            passes logit_scale detached in all but the last. The later calls compute nothing and take the first one's
+            value and gradients. So `index`, or else `one_batch_per_step`, must tell that all have the same pairs.
         validate: on every call make also the checks that wait for the device: range of `index`, unit norms, batches of
             equal sizes with pairs of their own. Otherwise the first step makes them; the norms are measured at every
             call, and `raise_if_not_finite` names the first step whose features were not unit vectors.
@@ -59,7 +58,8 @@ class Loss(LossState):
         takes_reference: whether `forward` takes a reference model's features.
         reads_logit_scale: whether 1 / `logit_scale` is the temperature.
         trains_logit_scale: whether OpenCLIP's parameter gets a gradient.
-        one_batch_per_step: whether the caller's loop makes all `accum_freq` calls of a step on the same pairs.
+        one_batch_per_step: whether the caller's loop is known to make all `accum_freq` calls of a step on the same
+            pairs, so that it need not pass `index`.
         least_pairs: smallest number of pairs per process.
         needs_negatives: whether it is defined only for a global batch of two pairs or more.
         CHECKED: names of the tensors that `note` checks.
@@ -166,8 +166,8 @@ class Loss(LossState):
                 still no negatives where the loss has no positive in its denominator. Refused unless `takes_positives`.
 
         Raises:
-            ValueError: shapes, types or `index` do not fit; the message names the argument. Or a training step of a
-                loss that `follows_epochs` comes before `set_epoch`.
+            ValueError: shapes, types or `index` do not fit, or `accum_freq` needs `index`; the message names the
+                argument. Or a training step of a loss that `follows_epochs` comes before `set_epoch`.
         """
         dtype = torch.promote_types(image_features.dtype, torch.float32)
         image, text = image_features.to(dtype), text_features.to(dtype)
@@ -182,7 +182,7 @@ class Loss(LossState):
         update_state = trains and self._calls % self.accum_freq == 0
         not_unit = are_not_unit_vectors(image_features, text_features, *reference)
         self._input_errors.note(NOT_UNIT_VECTORS, self.steps + update_state, not_unit)
-        if index is not None and trains:
+        if trains:
             self._check_group(index, update_state)
         if self.validate or self.steps == 0:
             self._raise_input_errors()
@@ -217,9 +217,8 @@ class Loss(LossState):
         """The value of this call; if it fails, a caller who tries again begins the step again, with its checks."""
         self._calls += trains
         self.steps += update_state
-        shares = trains and self.accum_freq > 1 and (self.one_batch_per_step or inputs["index"] is not None)
         try:
-            return self._value(inputs, update_state, shares)
+            return self._value(inputs, update_state, trains and self.accum_freq > 1)
         except BaseException as error:
             if trains:  # a state may have moved
                 self._calls, self.steps = 0, self.steps - 1
@@ -325,11 +324,18 @@ class Loss(LossState):
         if self.needs_index and index is None:
             raise ValueError("index: this loss has state per sample and needs the samples' rows, (b,) int64")
 
-    def _check_group(self, index: Tensor, is_first: bool) -> None:
+    def _check_group(self, index: Tensor | None, is_first: bool) -> None:
         """Check that the `accum_freq` calls of a step have the same rows; on a GPU only note it, so as not to wait.
 
-        Without the check a short last group of calls would get the normalizers of another batch.
+        Without the check other pairs, as of a short last group of calls, would get the gradient of an earlier batch.
         """
+        if index is None:
+            if self.accum_freq > 1 and not self.one_batch_per_step:
+                raise ValueError(
+                    f"index: accum_freq {self.accum_freq} needs each call's rows, or loss.one_batch_per_step = True, "
+                    "as all calls of a step must have the same pairs; for other pairs in each call use accum_freq 1"
+                )
+            return
         if is_first:
             self._rows_of_step = index
             return

@@ -68,7 +68,6 @@ class NetworkTemperature(Temperature):
         self.shapes: dict[str, torch.Size] = {}
         self.steps = 0
         self.epoch = 0
-        self._send = True
         self._dropout_mask: Tensor | None = None  # dropout's mask of the latest step
 
     @classmethod

@@ -103,8 +103,10 @@ def test_algorithm_1(objective, denominator, weight, target, batch, dimension, s
     assert float(loss.diagnostics()["amor_beta"]) == pytest.approx(settings["beta"])
 
 
-def test_networks_that_stay():
-    loss = create_loss("amorlip", **PAPER, epochs=EPOCHS, amor_reinit_every=2)
+@pytest.mark.parametrize("every, last", [(2, 3), (0, 9)])
+def test_networks_that_stay(every, last):
+    """New ones at epochs 0 and 2, or never."""
+    loss = create_loss("amorlip", **PAPER, epochs=EPOCHS, amor_reinit_every=every)
     states = []
     for epoch in range(3):
         loss.set_epoch(epoch)
@@ -112,7 +114,7 @@ def test_networks_that_stay():
             loss(*pairs(k), torch.tensor(5.0).double())
             states.append(loss.full_state())
     steps = [int(state["adam:0.up.weight:step"]) for state in states]
-    assert steps == [3, 3, 3, 6, 6, 6, 3, 3, 3]  # new networks at epochs 0 and 2
+    assert steps == [3] * 3 + [6] * 3 + [last] * 3
     assert "previous:0.up.weight" not in states[2]
     assert torch.equal(states[3]["previous:0.up.weight"], states[2]["target:0.up.weight"])
     assert torch.equal(states[6]["previous:0.up.weight"], states[5]["target:0.up.weight"])
@@ -173,18 +175,15 @@ def test_divergences_beyond_their_bound_are_those_at_it(name):
 
 
 def test_the_networks_objective_is_logged_after_a_resume():
-    """It is computed at every eighth step only."""
-    generator = torch.Generator().manual_seed(0)
-
-    def step(loss):
-        loss(unit(generator, 8, 6).float(), unit(generator, 8, 6).float(), torch.tensor(10.0))
-
-    first, second = (create_loss("amorlip", epochs=2) for _ in range(2))
-    first.set_epoch(0)
-    for _ in range(3):
-        step(first)
+    """It is computed at every eighth step only, before the step's updates."""
+    first, once, second = (create_loss("amorlip", epochs=2, amor_updates=updates) for updates in (3, 1, 3))
+    for loss in (first, once):
+        loss.set_epoch(0)
+        for seed in range(3):
+            loss(*pairs(seed), torch.tensor(10.0))
     second.load_full_state(first.full_state())
     second.set_epoch(0)
     second.load_diagnostics_state(first.diagnostics_state())
-    step(second)
-    assert torch.equal(second.diagnostics()["amor_objective"], first.diagnostics()["amor_objective"])
+    second(*pairs(3), torch.tensor(10.0))
+    for loss in (once, second):
+        assert torch.equal(loss.diagnostics()["amor_objective"], first.diagnostics()["amor_objective"])

@@ -285,17 +285,21 @@ def test_the_calls_of_a_step_share_one_computation(name, monkeypatch):
     same_state(shared.full_state(), alone.full_state())
 
 
-def test_only_calls_that_are_known_to_have_one_batch_share_it():
-    """Without rows a short group's last call could be another batch, and would get its gradient."""
-    first, second = (step(make("cyclip"), seed) for seed in (0, 1))
-    for one_batch, expected in ((False, second), (True, first)):
-        loss = make("cyclip", accum_freq=2)
-        loss.one_batch_per_step = one_batch
-        assert [loss(*features(seed)).item() for seed in (0, 1)] == [first, expected]
-    # The other batch is not finite in a call that computes nothing.
-    loss(*features(0))
-    image, text, scale = features(0)
-    loss(image, text * math.nan, scale)
+@ALL
+def test_the_calls_of_a_step_must_be_known_to_have_one_batch(name):
+    """By rows or by the loop. Another batch would get the gradient of the first, or move a network and a queue beside
+    the earlier batch's."""
+    loss = make(name, accum_freq=2)
+    if not loss.needs_index:
+        with pytest.raises(ValueError, match="^index: accum_freq 2 needs each call's rows, or loss.one_batch"):
+            loss(*features())
+    loss.one_batch_per_step = True
+    index = rows() if loss.needs_index else None
+    assert loss(*features(), index=index) == loss(*features(), index=index)
+    # A batch that is not finite in a call that computes nothing.
+    loss(*features(), index=index)
+    image, text, scale = features()
+    loss(image, text * math.nan, scale, index=index)
     with pytest.raises(NonFiniteError, match="step 2: text_features is not finite"):
         loss.raise_if_not_finite()
 
@@ -322,7 +326,7 @@ def test_a_normalizers_parameters_get_one_gradient_per_step():
     for accum_freq in (1, 3):
         loss = GlobalContrastiveLoss(Biased(), FixedTemperature(), Unified, accum_freq=accum_freq)
         for _ in range(accum_freq):
-            loss(*features()).backward()
+            loss(*features(), index=rows()).backward()
         found.append(loss.normalizer.bias.grad)
     torch.testing.assert_close(*found)
 
@@ -695,8 +699,10 @@ WHOLE = torch.arange(4)
 def test_wrong_arguments_are_named(change, message):
     image, text, scale = features()
     arguments = dict(image_features=image, text_features=text, logit_scale=scale, index=WHOLE)
+    loss = make("fastclip-v3", validate=True)
+    loss(**arguments)  # at a later call, too, as `validate` says
     with pytest.raises(ValueError, match=message):
-        make("fastclip-v3", validate=True)(**{**arguments, **change})
+        loss(**{**arguments, **change})
 
 
 @pytest.mark.parametrize("name", ["neuclip", "queue", "tempnet", "amorlip", "fastclip-v3"])

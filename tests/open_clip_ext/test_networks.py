@@ -49,6 +49,7 @@ def test_restarts_go_by_the_length_of_an_epoch_unless_given(settings, restarts, 
 def test_restarts_by_default(steps, every):
     """Without the length of an epoch, and with CC3M's, the paper's; a whole pass where a fifth is one step."""
     assert create_loss("neuclip", steps_per_epoch=steps).normalizer.restart_every == every
+    assert create_loss("neuclip", steps_per_epoch=steps, npn_joint=True).normalizer.restart_every == 0
 
 
 @pytest.mark.parametrize(

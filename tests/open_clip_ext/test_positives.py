@@ -54,6 +54,7 @@ def test_clip_with_several_positives_is_unicl(tile, key, monkeypatch):
     gradients = torch.autograd.grad(expected, given)
     for count in (1, 3):
         loss, totals = create_loss("clip-chunked", accum_freq=count), [torch.zeros_like(one) for one in given]
+        loss.one_batch_per_step = True
         for part in torch.arange(BATCH).chunk(count):
             is_own = torch.isin(torch.arange(BATCH), part)[:, None]
             value = loss(*(torch.where(is_own, side, side.detach()) for side in given[:2]), given[2], positive_key=key)

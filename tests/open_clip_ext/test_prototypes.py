@@ -178,6 +178,9 @@ def test_prototypes_follow_algorithm_1(batches, restart_every, objective, wd, ac
         e1, e2 = unit(generator, batch, 8), unit(generator, batch, 8)
         loss(e1, e2, 1 / tau)
         reference.step(e1, e2)
+        if fit is not None:
+            expected = fit(batch_g(gaps(e1, e2), tau), loss._last[2]).item()
+            assert loss.diagnostics()["npn_l2_log_after"].item() == pytest.approx(expected)
         state = loss.full_state()
         active = int(state["state.active"])
         assert active == reference.w.shape[1]

@@ -107,8 +107,9 @@ def test_memory_grows_with_the_embeddings_and_not_with_their_pairs():
 def test_metrics_count_ranks_from_one_and_an_images_other_captions():
     """Ranks 0, 2, 2, 0 in both directions: two of the pairs are swapped, so that theirs is among three that equal."""
     image = torch.eye(4)
-    found = validation_metrics(image, image[[0, 2, 1, 3]], torch.tensor([0, 0, 1, 1]))
+    found = validation_metrics(image, image[[0, 2, 1, 3]], torch.tensor([1, 0, 0, 1]))
     for side in ("image_to_text", "text_to_image"):
         assert [found[f"{side}_{name}"] for name in ("mean_rank", "median_rank", "R@1", "R@5")] == [2, 2, 0.5, 1]
-    # Of the first image of each: a caption of the first is best, none of the second.
-    assert found["image_to_text_any_R@1"] == 0.5 and found["num_images"] == 2
+    # The first image of each number finds a caption, and so do two captions their image; to two both are equal.
+    assert [found[f"{side}_any_R@1"] for side in ("image_to_text", "text_to_image")] == [1, 0.75]
+    assert found["num_images"] == 2

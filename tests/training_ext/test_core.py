@@ -83,8 +83,8 @@ def assert_alike(one: Experiment, other: Experiment, epoch: int = 4) -> None:
     moved = max((own[name] - value).abs().max() for name, value in first.items())
     assert moved > 1e-3
     for name, value in expected.items():
-        # A float32 has 2**-24, and each step sums over thousands.
-        assert (own[name] - value).abs().max() < 1e-5 * moved, name
+        # Float32 encoders' similarities err by some 1e-6, and a gradient's weights, exponentials, by that over tau.
+        assert (own[name] - value).abs().max() < 1e-4 * moved, name
     state, other_state = state_of(ours), state_of(theirs)
     assert state.keys() == other_state.keys() and state["steps"] == epoch
     for name in ("state.log_u", "temperature.log_s"):
@@ -303,7 +303,7 @@ def test_a_components_loss_accumulates_to_that_of_a_whole_batch(run, data, has_w
     moved = {name: (theirs[name] - value).abs().max() for name, value in start.items()}
     assert moved["words_head.weight"] > 1e-3
     if loss != "clip":  # whose temperature OpenCLIP's accumulation moves by accum_freq times its gradient
-        assert all((ours[name] - value).abs().max() < 1e-5 * max(moved.values()) for name, value in theirs.items())
+        assert all((ours[name] - value).abs().max() < 1e-4 * max(moved.values()) for name, value in theirs.items())
 
 
 @pytest.mark.slow
@@ -499,7 +499,7 @@ def test_the_whole_path_trains_as_the_core(run, data, loss):
     whole, core = run("whole", common), run("core", f"--with token_head {common}")
     ours, theirs, start = (e.checkpoint(n)["state_dict"] for e, n in ((whole, 4), (core, 4), (core, 1)))
     moved = max((theirs[name] - value).abs().max() for name, value in start.items())
-    assert all((ours[name] - value).abs().max() < 1e-5 * moved for name, value in theirs.items())
+    assert all((ours[name] - value).abs().max() < 1e-4 * moved for name, value in theirs.items())
     (weights, expected) = (open_clip.factory.load_state_dict(f"{e.path}/weights/epoch_4.pt") for e in (whole, core))
     assert weights.keys() == expected.keys() == ours.keys() - {"token_head.weight", "token_head.bias"}
 

@@ -70,8 +70,8 @@ def test_accumulation_takes_the_steps_of_the_whole_batch(run, name, monkeypatch)
     assert moved > 1e-3
     assert ("logit_bias" in whole) == (name == "siglip-chunked")
     for key, value in whole.items():
-        # A float32 has 2**-24, and each step sums over thousands.
-        assert (ours[key] - value).abs().max() < 1e-5 * moved, key
+        # Float32 encoders' similarities err by some 1e-6, and a gradient's weights, exponentials, by that over tau.
+        assert (ours[key] - value).abs().max() < 1e-4 * moved, key
     for key in ("state.log_u", "temperature.log_s"):
         if key in states[1]:
             torch.testing.assert_close(states[0][key], states[1][key], rtol=1e-4, atol=1e-3)

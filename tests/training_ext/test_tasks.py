@@ -38,8 +38,8 @@ def test_two_processes_move_the_weights_of_one(pair, run, tmp_path, flags):
     before, after = weights_of(one.checkpoint(1)), weights_of(one.checkpoint(4))
     moved = max((after[name] - before[name]).abs().max() for name in after)
     for name, tensor in weights_of(two.checkpoint(4)).items():
-        # A float32 has 2**-24, and each step sums over thousands.
-        assert (tensor - after[name]).abs().max() < 1e-5 * moved, name
+        # Float32 encoders' similarities err by some 1e-6, and a gradient's weights, exponentials, by that over tau.
+        assert (tensor - after[name]).abs().max() < 1e-4 * moved, name
     (table, expected) = (e.checkpoint(4)[KEY]["state"]["state.log_u"] for e in (two, one))
     assert torch.allclose(table, expected, rtol=1e-4, atol=1e-4) and table.shape == (16, 2)
 

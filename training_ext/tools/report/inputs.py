@@ -28,14 +28,7 @@ from training_ext.data.shards import Shards, find_shards, local_path, shard_urls
 from training_ext.flags.run_recipe import RECIPE
 from training_ext.openclip.loading import load_checkpoint
 from training_ext.openclip.machine import check_device, check_writable
-from training_ext.tools.evaluation.models import (
-    MODEL_FLAGS,
-    Checkpoint,
-    experiment_of,
-    load_model,
-    preprocessing_of,
-    weights_in,
-)
+from training_ext.tools.evaluation import models
 
 BATCH_SIZES = (64, 256, 1024)
 
@@ -66,7 +59,7 @@ class Saved:
         if not os.path.isfile(path):
             raise InputError(f"{path!r} does not exist", "--checkpoint")
         content = load_checkpoint(path, "--checkpoint")
-        if "logit_scale" not in (weights := weights_in(content)):
+        if "logit_scale" not in (weights := models.weights_in(content)):
             raise InputError(f"{path!r} has no CLIP model", "--checkpoint")
         return cls(path, weights, entry_of(content), content.get("epoch"))
 
@@ -76,10 +69,10 @@ class Saved:
 
     def load_model(self, args: Namespace) -> tuple[torch.nn.Module, Callable, Callable]:
         """As `evaluation.models.load_model`."""
-        flags = {name: getattr(args, name) for name in MODEL_FLAGS if getattr(args, name, None) is not None}
-        flags = preprocessing_of(args.model, args.pretrained or "") | flags
+        flags = {name: getattr(args, name) for name in models.MODEL_FLAGS if getattr(args, name, None) is not None}
+        flags = models.preprocessing_of(args.model, args.pretrained or "") | flags
         bias = "logit_bias" in self.weights
-        return load_model(Checkpoint(self.path, self.path, args.model, "", bias, flags), args)
+        return models.load_model(models.Checkpoint(self.path, self.path, args.model, "", bias, flags), args)
 
     def load_loss(self, args: Namespace, rows: DataRows) -> GlobalContrastiveLoss | None:
         """The loss with its state, in evaluation mode; None if the loss has no normalizers.
@@ -194,7 +187,7 @@ def embeddings_digest(args: Namespace, data: Data, saved: Saved, transform: Any)
         "weights": digest_of(saved.weights),
         "data": data.rows.digest if data.shards is None else data.shards.digest,
         "files": data.files(args),
-        "flags": {name: getattr(args, name, None) for name in ("model", "precision", *MODEL_FLAGS, *captions)},
+        "flags": {name: getattr(args, name, None) for name in ("model", "precision", *models.MODEL_FLAGS, *captions)},
         "seed": args.seed if any(getattr(args, name, None) for name in several) else None,
         # In words: before OpenCLIP 3.3 it contains a function, with its address.
         "transform": re.sub(r" at 0x[0-9a-f]+", "", str(transform)),
@@ -208,7 +201,7 @@ def training_flags(path: str, command_line: list[str]) -> list[str]:
     With --model, --loss or --recipe among `command_line`, or without a recipe.yaml, `command_line` alone.
     """
     flags = {word.partition("=")[0] for word in command_line}
-    recipe = os.path.join(experiment_of(path), RECIPE)
+    recipe = os.path.join(models.experiment_of(path), RECIPE)
     if flags & {"--model", "--loss", "--recipe"} or not os.path.exists(recipe):
         return command_line
     return ["--recipe", recipe, *command_line]
