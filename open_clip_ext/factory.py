@@ -183,6 +183,7 @@ def resolve_options(name: str, explicit: Mapping[str, Any], epochs: int | None =
     return settings
 
 
+@torch.inference_mode(False)  # whose tensors could never be trained
 def create_loss(
     name: str,
     num_samples: int | None = None,

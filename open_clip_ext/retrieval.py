@@ -5,7 +5,7 @@ time (`kernels.streaming`), so memory grows with the number of embeddings and no
 
 Similarities that differ by no more than float64 rounds are equal, and equal candidates stand in random order: ranks and
 recalls are the expected ones. One other candidate that is as similar as the positive thus counts half, and embeddings
-that are all equal, or not finite, score as chance.
+that are all equal score as chance. One that is not finite counts as zeros, so that it alone scores as chance.
 
 Shapes: I images, T texts, d = dimension; the q queries are all images, and the candidates all texts, or vice versa.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.kernels.streaming import tiles
+from open_clip_ext.losses.checks import check_int64
 
 SIDES, RECALLS = ("image_to_text", "text_to_image"), (1, 5, 10)
 VALIDATION = tuple(f"{side}_{kind}" for side in SIDES for kind in ("R@1", "R@5", "R@10", "mean_rank", "median_rank"))
@@ -61,9 +62,19 @@ def retrieval_ranks(
         image_of_text: (T,) int64, the index of each text's image; each image has at least one. By default text i
             belongs to image i.
         device: where similarities are computed, by default where the images are.
+
+    Raises:
+        ValueError: `image_of_text` is not as above, or has no default as there are fewer images or texts.
     """
     compute_device = image.device if device is None else torch.device(device)
     of = torch.arange(len(text), device=image.device) if image_of_text is None else image_of_text
+    check_int64("image_of_text", of, len(text))
+    if of.unique().tolist() != list(range(len(image))):
+        raise ValueError(
+            f"image_of_text must name each of the {len(image)} images for one or more of the {len(text)} texts, and no "
+            "other; only for as many images as texts it may be left out"
+        )
+    image, text = (vectors.masked_fill(~vectors.isfinite().all(dim=1, keepdim=True), 0) for vectors in (image, text))
     rows, columns = tiles(len(image), [slice(0, len(text))], compute_device)
     pair_similarities = torch.cat([(image[of[part]].double() * text[part].double()).sum(dim=1) for part in columns])
     best = pair_similarities.new_full((len(image),), -torch.inf).scatter_reduce(0, of, pair_similarities, "amax")

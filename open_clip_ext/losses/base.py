@@ -171,7 +171,7 @@ class Loss(LossState):
         """
         dtype = torch.promote_types(image_features.dtype, torch.float32)
         image, text = image_features.to(dtype), text_features.to(dtype)
-        if isinstance(logit_scale, (float, int)):
+        if not isinstance(logit_scale, Tensor):
             logit_scale = image.new_full((), logit_scale)
         self._check(image_features, text_features, logit_scale, index)
         keys = checked_keys(self, len(image), key=key, positive_key=positive_key)
@@ -222,6 +222,11 @@ class Loss(LossState):
         except BaseException as error:
             if trains:  # a state may have moved
                 self._calls, self.steps = 0, self.steps - 1
+            if type(error).__module__ == "torch.utils.checkpoint":  # in the backward pass, whose recomputation it ends
+                raise RuntimeError(
+                    "torch.utils.checkpoint computes the loss, and updates its state, a second time; leave the loss "
+                    "out of the checkpointed part"
+                ) from None
             if isinstance(error, RuntimeError) and lost_another_process(error):
                 raise RuntimeError(
                     f"{error}\nAnother process has ended; one without an error had fewer batches: give each as many"

@@ -15,6 +15,7 @@ NOT_UNIT_VECTORS = tuple(f"{name} must be unit vectors; normalize them along dim
 MOST_NOTED = 1024  # after which a loop that does not ask for problems waits for the device once
 NORM_ERROR = 0.02  # largest | |x| - 1 | of a unit vector; float16 and bfloat16 round by less
 LEAST_USUAL_SCALE = 4.7  # OpenCLIP clamps its parameter to log(100) = 4.6, so a smaller scale is probably a logarithm
+MOST_SCALE = 1e6  # above some 1e7 a logit's rounding to float32 is above 1, and exponentials of it overflow
 
 
 class FirstSteps:
@@ -120,7 +121,7 @@ def check_batches(features: Tensor, before: int | None, index: Tensor | None) ->
 
 
 def check_logit_scale(scale: Tensor, warns: bool, may_wait: bool) -> None:
-    """Raise ValueError unless 1 / tau is one number, and positive; on a GPU only where one may wait for it.
+    """Raise ValueError unless 1 / tau is one number, and in range; on a GPU only where one may wait for it.
 
     Args:
         warns: whether to warn of a number that looks like its logarithm.
@@ -132,8 +133,8 @@ def check_logit_scale(scale: Tensor, warns: bool, may_wait: bool) -> None:
             f"logit_scale is {scale.item():.3g}, a temperature of {1 / scale.item():.2g}; if it is the logarithm, as a "
             "parameter usually is, pass logit_scale.exp()"
         )
-    if (may_wait or scale.device.type == "cpu") and scale.item() <= 0:
-        raise ValueError(f"logit_scale must be > 0, as 1 / tau; got {scale.item():g}")
+    if (may_wait or scale.device.type == "cpu") and (scale.item() <= 0 or MOST_SCALE < scale.item() < math.inf):
+        raise ValueError(f"logit_scale must be > 0, as 1 / tau, and at most {MOST_SCALE:g}; got {scale.item():g}")
 
 
 def check_rows(index: Tensor, num_samples: int) -> None:

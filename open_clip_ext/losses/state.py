@@ -100,6 +100,7 @@ class LossState(Part, LocalTensors):
         state = self.full_state()
         return state if rank() else state | {"tensors": number_of_tensors(state)}
 
+    @torch.inference_mode(False)
     def set_extra_state(self, state: dict[str, Any]) -> None:
         if (count := number_of_tensors(state)) != state.get("tensors", count):
             raise ValueError(

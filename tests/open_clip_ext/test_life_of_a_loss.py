@@ -5,11 +5,13 @@ import json
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from numerics import unit
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from open_clip_ext import InputError, NonFiniteError, create_loss
 from open_clip_ext.batch import add_eps
@@ -106,6 +108,30 @@ def test_features_may_be_of_inference_mode(name, accum_freq):
         torch.testing.assert_close(text.grad, expected)
     with torch.no_grad():
         assert loss.eval()(image, text, scale, index=index).isfinite()
+
+
+@ALL
+def test_a_loss_may_be_made_and_loaded_in_inference_mode(name):
+    plain = make(name)
+    step(plain)
+    with torch.inference_mode():
+        loss = make(name)
+        loss.load_state_dict({key: copy.deepcopy(value) for key, value in plain.state_dict().items()})
+    for seed in range(1, 4):
+        loss(*features(seed), index=rows(seed)).backward()
+
+
+@ONE_OF_EACH
+def test_a_recomputation_is_refused(name):
+    loss = make(name)
+    with pytest.raises(RuntimeError, match="leave the loss out of the checkpointed part"):
+        checkpoint(lambda *given: loss(*given, index=rows()), *features(), use_reentrant=False).backward()
+
+
+@pytest.mark.parametrize("scale", [20, 20.0, np.float32(20), np.int64(20)])
+def test_the_scale_may_be_any_real_number(scale):
+    expected = make("fastclip-v3")(*features(), index=rows())
+    assert torch.equal(make("fastclip-v3")(*features()[:2], scale, index=rows()), expected)
 
 
 @pytest.mark.parametrize(
@@ -660,7 +686,8 @@ WHOLE = torch.arange(4)
         (dict(index=[0, 1, 2, 3]), r"index must be an int64 tensor of shape \(4,\); got list"),
         (dict(key=WHOLE.int()), "key must be int64 .* got torch.int32"),
         (dict(logit_scale=torch.ones(2)), "logit_scale must be one number"),
-        (dict(logit_scale=torch.tensor(-14.3)), "logit_scale must be > 0, as 1 / tau; got -14.3"),
+        (dict(logit_scale=torch.tensor(-14.3)), "logit_scale must be > 0, .* 1e[+]06; got -14.3"),
+        (dict(logit_scale=1e10), "logit_scale must be > 0, as 1 / tau, and at most 1e[+]06; got 1e[+]10"),
         (dict(image_features=torch.eye(4, 8).long()), "image_features must be floating point; got torch.int64"),
         (dict(text_features=torch.zeros(3, 8)), "must both be"),
         (dict(image_features=torch.zeros(1, 8), text_features=torch.zeros(1, 8)), "batch of 1 .* no negatives"),

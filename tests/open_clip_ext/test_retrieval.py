@@ -71,6 +71,23 @@ def test_a_collapsed_model_retrieves_by_chance(value, dtype):
     assert images.recall(1) == pytest.approx(0.2)  # any of two texts of ten
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_an_embedding_that_is_not_finite_alone_scores_as_chance(value):
+    image, text = torch.eye(100), torch.eye(100)
+    image[7, 7] = value
+    for ranks in retrieval_ranks(image, text):
+        assert ranks.recall(1) == pytest.approx(0.99 + 0.01 * 0.01)
+
+
+@pytest.mark.parametrize(
+    "images, of",
+    [(7, None), (3, None), (5, [0, 1, 2, 3, 3]), (4, [0, 1, 2, 3, 4]), (4, [0, 1, 2, 3, -1]), (4, [0, 1, 2, 3])],
+)
+def test_images_and_texts_that_do_not_belong_together_are_refused(images, of):
+    with pytest.raises(ValueError, match="^image_of_text must "):
+        retrieval_ranks(torch.eye(images, 7), torch.eye(5, 7), None if of is None else torch.tensor(of))
+
+
 def test_memory_grows_with_the_embeddings_and_not_with_their_pairs():
     largest = 0
 

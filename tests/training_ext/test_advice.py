@@ -102,6 +102,13 @@ def test_pretrained_weights_and_fixed_temperatures_need_not_move():
     assert told(flags, steps_per_epoch=10) == []
 
 
+def test_fine_tuning_of_random_weights_is_told():
+    flags = "--loss tuneclip --warmup 5 --epochs 20"
+    assert any("--loss: tuneclip is for fine-tuning" in line for line in told(flags))
+    for start in ("--pretrained x.pt", "--resume latest"):
+        assert not any("--loss: tuneclip" in line for line in told(f"{flags} {start}"))
+
+
 @pytest.mark.parametrize(
     "flags, rate",
     [

@@ -189,9 +189,11 @@ def checkpoints(tmp_path_factory, datasets):
 def test_an_experiment_that_exists(refused, tmp_path):
     (tmp_path / "logs/old").mkdir(parents=True)
     (tmp_path / "logs/old/out.log").touch()
-    for flags in ("", "--loss neuclip", "--resume x.pt", "--dry-run"):
+    for flags in ("", "--loss neuclip", "--dry-run"):
         line = refused(f"{SHAPES} --name old {flags}")
         assert all(part in line for part in ("--name", "'old'", "--resume latest"))
+    for flags in ("", "--loss neuclip"):  # a name that is mistyped comes first
+        assert "--resume" in (line := refused(f"{SHAPES} --name old {flags} --resume x.pt")) and "'x.pt'" in line
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,7 @@ def test_two_processes_train_as_one(pair, run, datasets, tmp_path, accum):
         ("--lora-rank 4 --lock-text", "--lock-text: would lock the additions, too; leave it out, since --lora-rank fr"),
         ("--lora-rank 4 --use-bnb-linear SwitchBackLinearGlobal", "--use-bnb-linear: cannot train additions"),
         ("--lora-rank 8 --resume {path}", "--lora-rank: '{path}' was trained with 4, which --resume keeps"),
+        ("--lora-rank 4 --resume {path} --loss fastclip-v3", "give it, or its copy in weights/ if there is one, as"),
         ("--lora-rank 4 --resume {weights}", "has no weights of lora; give it as --pretrained"),
     ],
 )

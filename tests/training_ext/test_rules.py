@@ -86,6 +86,8 @@ CASES = [
     (f"{SHAPES} --loss neuclip --split-rows-above 0", "--split-rows-above: 0 with --loss neuclip"),
     (f"{OURS} --split-rows-above 1 --remote-sync x", "--split-rows-above: 1 with --remote-sync"),
     (f"{CLIP} --keep-best clip_val_loss --remote-sync x --remote-sync-protocol fsspec", "clip_val_loss with"),
+    (f"{CLIP} --resume latest --remote-sync x --remote-sync-protocol fsspec", "'latest' with .*-protocol fsspec, for"),
+    (f"{CLIP} --resume latest --remote-sync x --save-most-recent", "'latest' with .* --save-most-recent, for"),
     (f"{CLIP} --report-to nonsense", "--report-to: 'nonsense' is not wandb"),
     (f"{CLIP} --report-to wandb", "--report-to: 'wandb' needs wandb, which is not installed; pip install wandb"),
     (f"{CLIP} --report-to all", "--report-to: 'all' needs wandb"),

@@ -135,6 +135,8 @@ def _on_amorlip(args: Namespace, steps_per_epoch: int) -> Iterator[str]:
 
 def _on_pretrained(args: Namespace, steps: int) -> Iterator[str]:
     """At the low temperature of pretrained weights AdaGrad's first steps must be small."""
+    if args.loss == "tuneclip" and not starts_from_weights(args) and args.resume is None:
+        yield "--loss: tuneclip is for fine-tuning, and trains here from random weights; give --pretrained PATH"
     if args.normalizer != "prototypes" or args.npn_opt != "adagrad" or not starts_from_weights(args):
         return
     rate = adagrad_rate(steps) if args.npn_lr is None else args.npn_lr

@@ -28,7 +28,7 @@ FORMAT = 5  # before it the entry was in the optimizer's state
 READABLE = (2, 3, 4, FORMAT)
 CHECKPOINTS, WEIGHTS = "checkpoints", "weights"  # folders of a run
 PARTS = ("normalizer", "temperature")  # of a loss, that have a state
-INSTEAD = "give --pretrained PATH to start from its weights only"
+INSTEAD = "give it, or its copy in weights/ if there is one, as --pretrained to start from its weights only"
 
 
 class State:

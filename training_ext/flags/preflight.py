@@ -121,9 +121,9 @@ def check_open_clips_own(run: Run) -> None:
     """
     args = run.args
     check_plan(run)
-    check_experiment(args)
     if args.resume is not None and args.resume != "latest" and trains(args):
         find_resumed(run, args.resume)
+    check_experiment(args)
 
 
 def check_plan(run: Run) -> None:
@@ -138,7 +138,6 @@ def check_flags(run: Run) -> tuple[Loss | None, tuple[str, dict | None] | None]:
     check_ignored(args)
     if args.name is not None:
         check_name(args)
-    check_experiment(args)
     loss = build_loss(args, num_rows=1, device="cpu") if args.uses_ext_loss else None  # of parts that go together
     check_rules(args)
     if any(one.is_resumed() and one.state_is_needed for one in run.components):
@@ -147,6 +146,7 @@ def check_flags(run: Run) -> tuple[Loss | None, tuple[str, dict | None] | None]:
     path = resumed_path(args)
     check_folder(path, args)
     resumed = find_resumed(run, path)
+    check_experiment(args)
     check_plan(run)
     try_start(args)
     return loss, resumed

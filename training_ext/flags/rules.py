@@ -299,6 +299,14 @@ RULES = (
         "--save-most-recent",
     ),
     Rule(
+        "resume",
+        lambda run: run.resume == "latest" and run.remote_sync is not None
+        and (run.save_most_recent and "--save-most-recent"
+             or run.remote_sync_protocol != "s3" and f"--remote-sync-protocol {run.remote_sync_protocol}"),
+        "'latest' with --remote-sync and {wrong}, for which OpenCLIP does not find it; leave out one of the three, or "
+        "give the checkpoint's path",
+    ),
+    Rule(
         "split_rows_above",
         lambda run: run.split_rows_above is not None and not needs_index(run),
         "{split_rows_above:g} with --loss {loss}, which keeps nothing per sample; leave it out",
