@@ -53,6 +53,14 @@ def path_of(folder: str, block: int) -> str:
     return os.path.join(folder, f"block-{block:06d}.safetensors")
 
 
+def is_whole(path: str) -> bool:
+    try:
+        with safe_open(path, framework="pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
+
+
 @dataclass(eq=False)
 class Blocks(IterableDataset):
     """Reads blocks of rows in batches; every loader worker reads blocks of its own.
@@ -91,7 +99,7 @@ def embed(model: torch.nn.Module, source: Source, folder: str, num_rows: int, ar
     block_numbers = range(args.rank, -(-num_rows // BLOCK_ROWS), args.world_size)
     blocks = {
         block: range(block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, num_rows))
-        for block in block_numbers if not os.path.exists(path_of(folder, block))
+        for block in block_numbers if not is_whole(path_of(folder, block))
     }
     workers = min(args.workers, len(blocks))
     loader = DataLoader(Blocks(source, blocks, args.batch_size), batch_size=None, num_workers=workers)
