@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import tarfile
+from functools import partial
 
 import pytest
 import torch
@@ -126,7 +127,7 @@ def test_count_without_end_mark_and_after_it(tmp_path):
     for content in (bare, gzip.compress(bare), gzip.compress(bare) + gzip.compress(whole[len(bare) :])):
         url = write(tmp_path / "x.tar", content)
         assert len(openclips(url)) == scan(url).samples == 2  # and nothing is said of what followed
-        one_line_error(lambda: find_shards(url), url, "it has no end mark, as if it were cut")
+        one_line_error(partial(find_shards, url), url, "it has no end mark, as if it were cut")
     url = write(tmp_path / "x.tar", whole + tar_bytes(pairs(3)))
     assert len(openclips(url)) == 2  # and nothing is said of the other three
     one_line_error(lambda: find_shards(url), url, "data after the end of the archive")

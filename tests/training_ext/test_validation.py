@@ -1,7 +1,9 @@
 """Metrics of validation pairs: OpenCLIP's, and those that know the other captions of an image."""
 
 import json
+import os
 import shlex
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from open_clip_ext.retrieval import ANY_CAPTION, validation_metrics
 from training_ext.components import retrieval
 from training_ext.components.keep_best import BEST
 from training_ext.data.metrics import num_items
+from training_ext.data.rows import find_rows
+from training_ext.flags.params import parse_args
 
 FLAGS = "--epochs 1 --workers 0 --lr 1e-3"
 SIDES = ("image_to_text", "text_to_image")
@@ -88,7 +92,8 @@ def test_any_caption_of_an_image_counts(run, datasets, lines, tmp_path, monkeypa
 
 
 def test_the_best_weights_by_a_recall_that_knows_all_captions(run, datasets, lines, tmp_path):
-    lines[:12].to_csv(tmp_path / "val.csv", sep="\t", index=False)
+    other = shutil.copy(lines["filepath"][0], tmp_path / "other.png")
+    lines[:12].replace(lines["filepath"][0], str(other)).to_csv(tmp_path / "val.csv", sep="\t", index=False)
     flags = f"{datasets['csv']} {FLAGS} --val-data {tmp_path}/val.csv --loss clip"
     found = evaluated(run("x", flags))
     assert not found.keys() & set(ANY_CAPTION)  # one caption an image
@@ -97,6 +102,23 @@ def test_the_best_weights_by_a_recall_that_knows_all_captions(run, datasets, lin
     found = evaluated(experiment)
     assert found[metric] == found["text_to_image_R@5"]
     assert torch.load(experiment.path / BEST, weights_only=True)["metrics"][metric] == found[metric]
+
+
+def test_images_that_are_trained_on(refused, datasets, tmp_path, monkeypatch, caplog):
+    """By any path, with any caption."""
+    train = Path(shlex.split(datasets["csv"])[1])
+    (image, _), (other, _) = (line.split("\t") for line in train.read_text().splitlines()[1:3])
+    monkeypatch.chdir(tmp_path)
+    copied = shutil.copy(other, "other.png")
+    flags = f"{datasets['csv']} --loss clip --val-data val.csv"
+    warning = f"--val-data: 1 of 2 images of 'val.csv' are trained on, too, such as {image!r}, so that its metrics are "
+    for images, warned in (([copied], False), ([os.path.relpath(image), image, copied], True)):
+        Path("val.csv").write_text("\n".join(["filepath\ttitle", *(f"{path}\ta new caption" for path in images)]))
+        find_rows(parse_args(flags.split()))
+        assert (warning in caplog.text) == warned
+    Path("val.csv").write_text(f"filepath\ttitle\n{image}\ta new caption")
+    line = refused(flags)
+    assert line.startswith("--val-data: 1 of 1 images of 'val.csv' are trained on, too, ") and "or leave it out" in line
 
 
 def test_standard_errors_count_images():
