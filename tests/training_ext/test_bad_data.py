@@ -458,6 +458,21 @@ def test_a_resumed_run_skips_what_an_uninterrupted_one_does(run, csv, workers, t
         assert tensor.equal(part.checkpoint(2)["state_dict"][name])
 
 
+def test_a_run_resumes_without_what_became_unusable_in_it(run, refused, shards, tmp_path, monkeypatch):
+    """The sizes are those of the last count, or given."""
+    data = f"{LOSSES['fastclip-v3']} --workers 0 {shards().partition(' --train-num')[0]}"
+    saved = run("x", f"{data} --epochs 1").path / "checkpoints/epoch_1.pt"
+    zero_header(tmp_path / "shards/1.tar", 6)
+    (tmp_path / "shards/2.tar").unlink()
+    resumed = f"{data} --epochs 2 --resume {saved} --max-bad-samples 0.5"
+    (_, counts) = epochs(run("x", resumed.replace(str(saved), "latest")).path)
+    assert counts["lost"] == 5 * counts["shards_damaged"] + 8 * counts["shards_missing"]
+    assert counts["shards_missing"] > 0 and counts["shards_damaged"] > 0
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    line = refused(f"{resumed} --name y")
+    assert "(32 rows; --train-data has 19; if shards are missing or damaged, give their sizes by --shard-sizes)" in line
+
+
 # Its end
 
 

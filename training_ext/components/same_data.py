@@ -69,6 +69,8 @@ def check_rows(state: dict[str, Any], rows: DataRows, path: str, args: Namespace
         difference = f"{num_rows} rows; --train-data has {rows.num_rows}"
         if num_rows == rows.num_rows:
             difference = f"as many rows, {num_rows}, with other {others}"
+        elif rows.shards is not None and num_rows > rows.num_rows:
+            difference += "; if shards are missing or damaged, give their sizes by --shard-sizes"
         raise InputError(f"{path!r} was trained on other data ({difference}); {INSTEAD}", "--resume")
     if rows.shards is not None and needs_index(args):
         for name, digest in rows.shards.counted.items():
