@@ -250,6 +250,15 @@ def test_a_checkpoint_of_shards_that_were_written_anew(run, refused, tmp_path):
     run("again", f"{common} {LOSSES['neuclip']} --resume {saved['neuclip']}")
 
 
+@pytest.mark.parametrize("loss", ["neuclip", "queue", "cyclip"])
+def test_a_loss_without_rows_resumes_with_more_shards(run, killed, datasets, loss):
+    common = f"{LOSSES[loss]} --workers 1 --epochs 1 --name x --save-every-steps 2"
+    killed("x", f"{datasets['shards'].replace('000005', '000003')} {common}", 3)
+    resumed = run("x", f"{datasets['shards']} {common} --resume latest")
+    assert "epoch_0_step_2.pt' was trained on other data (32 rows; --train-data has 48); the order" in resumed.log
+    assert "=> resuming after step 2 of 6" in resumed.log and len(resumed.logged()) == 6
+
+
 def test_a_checkpoint_of_another_reference_model(run, stopped, tmp_path):
     """A table holds normalizers of the reference's similarity gaps."""
     for name in ("first", "second"):
