@@ -138,4 +138,4 @@ class RingNormalizer(Normalizer):
         super().check_state(state, dimension)
         if "ring" in state and state["ring"].shape[1] != self.capacity:
             saved = state["ring"].shape[1]
-            raise ValueError(f"{self.size}: {self.capacity} where the state has {saved}, no more than data have samples")
+            raise ValueError(f"{self.size}: {self.capacity} where the state has {saved}, at most one per sample")

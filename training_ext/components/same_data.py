@@ -61,7 +61,7 @@ class SameData(Component):
 
 
 def check_rows(state: dict[str, Any], rows: DataRows, path: str, args: Namespace) -> None:
-    """Raise InputError unless the train data are those of the state in the checkpoint `path`, or the loss has no rows."""
+    """Raise InputError if the loss has rows, and the train data are not those of the state in the checkpoint `path`."""
     num_rows = state["num_rows"]
     if not is_same(state, rows):
         if rows.kind in ("synthetic", "shapes") and num_rows != rows.num_rows:

@@ -4,6 +4,7 @@ import hashlib
 import os
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pandas as pd
 from PIL import Image
@@ -46,8 +47,10 @@ def find(args: Namespace) -> DataRows:
     by_captions = lines.hexdigest()
     for path in below_common_folder(table[args.csv_img_key]):
         lines.update(b"\x1f" + path.encode(errors="surrogateescape"))
-    caption_summary = see(captions, images, "the {} captions")
-    return DataRows("csv", num_rows, lines.hexdigest(), captions=by_captions, seen=caption_summary)
+    seen = see(captions, images, "the {} captions")
+    if images is None:
+        seen = replace(seen, images=int(table[args.csv_img_key].dropna().duplicated(keep=False).sum()))
+    return DataRows("csv", num_rows, lines.hexdigest(), captions=by_captions, seen=seen)
 
 
 def check_held_out(args: Namespace, trained: pd.Series) -> None:
