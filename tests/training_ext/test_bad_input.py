@@ -159,12 +159,13 @@ def test_validation_shards_without_a_pair(refused, datasets, tmp_path):
         ("filepath,title\na.png,a\n", "--csv-separator , --csv-caption-key text", ["has no column 'text'"]),
         ("filepath\ttitle\na.png\ta\n", "--csv-separator ((", ["--csv-separator '(('"]),
         ("filepath\ttitle\n", "", ["no "]),
+        ("filepath\ttitle\na.png\té\n", "", ["is not in UTF-8 (", "; save it as UTF-8"]),
         ("", "", []),
     ],
 )
 @pytest.mark.parametrize("flag", ["--train-data", "--val-data"])
 def test_csv(refused, datasets, tmp_path, flag, text, flags, parts):
-    (tmp_path / "x.csv").write_text(text)
+    (tmp_path / "x.csv").write_text(text, encoding="latin-1")
     if flag == "--val-data" and "((" not in flags and "key" not in flags:
         flags += f" {datasets['shapes']} --dataset-type csv {datasets['csv']}"
     line = refused(f"--loss neuclip --workers 0 {flags} {flag} {tmp_path}/x.csv")
