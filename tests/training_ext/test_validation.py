@@ -131,6 +131,7 @@ def test_images_that_are_trained_on(refused, datasets, tmp_path, monkeypatch, ca
         find_rows(parse_args(flags.split()))
         assert (warning in caplog.text) == warned
     Path("val.csv").write_text(f"filepath\ttitle\n{image}\ta new caption")
+    find_rows(parse_args(flags.replace("--loss clip", "").split()))
     line = refused(flags)
     assert line.startswith("--val-data: 1 of 1 images of 'val.csv' are trained on, too, ") and "or leave it out" in line
 
