@@ -137,4 +137,5 @@ class RingNormalizer(Normalizer):
     def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
         super().check_state(state, dimension)
         if "ring" in state and state["ring"].shape[1] != self.capacity:
-            raise ValueError(f"{self.size}: {self.capacity} where the state has {state['ring'].shape[1]}")
+            saved = state["ring"].shape[1]
+            raise ValueError(f"{self.size}: {self.capacity} where the state has {saved}, at most one per sample")

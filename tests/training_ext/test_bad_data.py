@@ -416,7 +416,9 @@ def test_a_bad_line_of_a_csv_for_validation(ended, csv, tmp_path):
     """That begins as an image; others are found before the start."""
     data = csv(lambda row, path, caption: (f"{path}.cut" if row == 9 else path, caption))
     (tmp_path / "9.png.cut").write_bytes((tmp_path / "9.png").read_bytes()[:200])
-    val = shutil.copy(tmp_path / "train.csv", tmp_path / "val.csv")
+    shutil.copy(tmp_path / "0.png", tmp_path / "other.png")
+    val = tmp_path / "val.csv"
+    val.write_text((tmp_path / "train.csv").read_text().replace("/0.png", "/other.png"))
     line, log = ended(f"{COMMON} --loss clip {data} --val-data {val}")
     assert f"--val-data: line 11 of '{val}' cannot be used" in line and "9.png.cut" in line
     assert "Epoch 0 data: used" in log
@@ -454,6 +456,21 @@ def test_a_resumed_run_skips_what_an_uninterrupted_one_does(run, csv, workers, t
     assert epochs(part.path) == epochs(whole.path)[1:]
     for name, tensor in whole.checkpoint(2)["state_dict"].items():
         assert tensor.equal(part.checkpoint(2)["state_dict"][name])
+
+
+def test_a_run_resumes_without_what_became_unusable_in_it(run, refused, shards, tmp_path, monkeypatch):
+    """The sizes are those of the last count, or given."""
+    data = f"{LOSSES['fastclip-v3']} --workers 0 {shards().partition(' --train-num')[0]}"
+    saved = run("x", f"{data} --epochs 1").path / "checkpoints/epoch_1.pt"
+    zero_header(tmp_path / "shards/1.tar", 6)
+    (tmp_path / "shards/2.tar").unlink()
+    resumed = f"{data} --epochs 2 --resume {saved} --max-bad-samples 0.5"
+    (_, counts) = epochs(run("x", resumed.replace(str(saved), "latest")).path)
+    assert counts["lost"] == 5 * counts["shards_damaged"] + 8 * counts["shards_missing"]
+    assert counts["shards_missing"] > 0 and counts["shards_damaged"] > 0
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    line = refused(f"{resumed} --name y")
+    assert "(32 rows; --train-data has 19; if shards are missing or damaged, give their sizes by --shard-sizes)" in line
 
 
 # Its end

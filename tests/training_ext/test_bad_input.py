@@ -159,12 +159,13 @@ def test_validation_shards_without_a_pair(refused, datasets, tmp_path):
         ("filepath,title\na.png,a\n", "--csv-separator , --csv-caption-key text", ["has no column 'text'"]),
         ("filepath\ttitle\na.png\ta\n", "--csv-separator ((", ["--csv-separator '(('"]),
         ("filepath\ttitle\n", "", ["no "]),
+        ("filepath\ttitle\na.png\té\n", "", ["is not in UTF-8 (", "; save it as UTF-8"]),
         ("", "", []),
     ],
 )
 @pytest.mark.parametrize("flag", ["--train-data", "--val-data"])
 def test_csv(refused, datasets, tmp_path, flag, text, flags, parts):
-    (tmp_path / "x.csv").write_text(text)
+    (tmp_path / "x.csv").write_text(text, encoding="latin-1")
     if flag == "--val-data" and "((" not in flags and "key" not in flags:
         flags += f" {datasets['shapes']} --dataset-type csv {datasets['csv']}"
     line = refused(f"--loss neuclip --workers 0 {flags} {flag} {tmp_path}/x.csv")
@@ -250,6 +251,15 @@ def test_a_checkpoint_of_shards_that_were_written_anew(run, refused, tmp_path):
     line = refused(f"{common} {LOSSES['fastclip-v3']} --resume {saved['fastclip-v3']}")
     assert "--resume: " in line and "those in shard 'train-000000.tar' have other keys now" in line
     run("again", f"{common} {LOSSES['neuclip']} --resume {saved['neuclip']}")
+
+
+@pytest.mark.parametrize("loss", ["neuclip", "queue", "cyclip"])
+def test_a_loss_without_rows_resumes_with_more_shards(run, killed, datasets, loss):
+    common = f"{LOSSES[loss]} --workers 1 --epochs 1 --name x --save-every-steps 2"
+    killed("x", f"{datasets['shards'].replace('000005', '000003')} {common}", 3)
+    resumed = run("x", f"{datasets['shards']} {common} --resume latest")
+    assert "epoch_0_step_2.pt' was trained on other data (32 rows; --train-data has 48); the order" in resumed.log
+    assert "=> resuming after step 2 of 6" in resumed.log and len(resumed.logged()) == 6
 
 
 def test_a_checkpoint_of_another_reference_model(run, stopped, tmp_path):

@@ -1,7 +1,9 @@
 """Metrics of validation pairs: OpenCLIP's, and those that know the other captions of an image."""
 
 import json
+import os
 import shlex
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -12,8 +14,12 @@ from open_clip_train import train as open_clip_train
 
 from open_clip_ext.retrieval import ANY_CAPTION, validation_metrics
 from training_ext.components import retrieval
+from training_ext.components.advice import advise_on_captions
 from training_ext.components.keep_best import BEST
 from training_ext.data.metrics import num_items
+from training_ext.data.rows import find_rows
+from training_ext.flags import val_data
+from training_ext.flags.params import parse_args
 
 FLAGS = "--epochs 1 --workers 0 --lr 1e-3"
 SIDES = ("image_to_text", "text_to_image")
@@ -64,7 +70,7 @@ def written(lines: pd.DataFrame, kind: str, folder: Path, workers: int) -> tuple
     "kind, loss, workers", [("csv", "", 0), ("shards", "--loss clip", 0), ("shards", "--loss queue --queue-size 20", 2)]
 )
 def test_any_caption_of_an_image_counts(run, datasets, lines, tmp_path, monkeypatch, kind, loss, workers):
-    val_data, order = written(lines, kind, tmp_path, workers)
+    path, order = written(lines, kind, tmp_path, workers)
     flags = f"{datasets[kind]} {FLAGS} --train-num-samples 48 {loss} --workers {workers}"
     features = []
 
@@ -73,7 +79,7 @@ def test_any_caption_of_an_image_counts(run, datasets, lines, tmp_path, monkeypa
         return validation_metrics(image, text, *rest)
 
     monkeypatch.setattr(retrieval, "validation_metrics", recorded)
-    found = evaluated(run("x", f"{flags} --val-data {val_data}"))
+    found = evaluated(run("x", f"{flags} --val-data {path}"))
     assert found["num_images"] == 12 and found["num_samples"] == 48
     image, text = (rows[torch.tensor(order).argsort()] for rows in features)
     similarities = image[:12] @ text.T
@@ -88,7 +94,8 @@ def test_any_caption_of_an_image_counts(run, datasets, lines, tmp_path, monkeypa
 
 
 def test_the_best_weights_by_a_recall_that_knows_all_captions(run, datasets, lines, tmp_path):
-    lines[:12].to_csv(tmp_path / "val.csv", sep="\t", index=False)
+    other = shutil.copy(lines["filepath"][0], tmp_path / "other.png")
+    lines[:12].replace(lines["filepath"][0], str(other)).to_csv(tmp_path / "val.csv", sep="\t", index=False)
     flags = f"{datasets['csv']} {FLAGS} --val-data {tmp_path}/val.csv --loss clip"
     found = evaluated(run("x", flags))
     assert not found.keys() & set(ANY_CAPTION)  # one caption an image
@@ -97,6 +104,36 @@ def test_the_best_weights_by_a_recall_that_knows_all_captions(run, datasets, lin
     found = evaluated(experiment)
     assert found[metric] == found["text_to_image_R@5"]
     assert torch.load(experiment.path / BEST, weights_only=True)["metrics"][metric] == found[metric]
+
+
+@pytest.mark.parametrize("flags, told", [("", 1), ("--same-key filepath", 0), ("--several-captions", 0)])
+def test_lines_of_one_image_are_told(lines, tmp_path, caplog, flags, told):
+    """As false negatives, and as the limit of a recall."""
+    lines.to_csv(tmp_path / "x.csv", sep="\t", index=False)
+    args = parse_args(f"--loss queue --train-data {tmp_path}/x.csv {flags}".split())
+    sentences = advise_on_captions(args, find_rows(args).seen)
+    assert sum(line.startswith("--same-key: 48 lines have the image of another") for line in sentences) == told
+    args.val_data = args.train_data
+    val_data.check(args)
+    assert "x.csv' have 12 images, so that image_to_text_R@1 is at most 25 %; " in caplog.text
+
+
+def test_images_that_are_trained_on(refused, datasets, tmp_path, monkeypatch, caplog):
+    """By any path, with any caption."""
+    train = Path(shlex.split(datasets["csv"])[1])
+    (image, _), (other, _) = (line.split("\t") for line in train.read_text().splitlines()[1:3])
+    monkeypatch.chdir(tmp_path)
+    copied = shutil.copy(other, "other.png")
+    flags = f"{datasets['csv']} --loss clip --val-data val.csv"
+    warning = f"--val-data: 1 of 2 images of 'val.csv' are trained on, too, such as {image!r}, so that its metrics are "
+    for images, warned in (([copied], False), ([os.path.relpath(image), image, copied], True)):
+        Path("val.csv").write_text("\n".join(["filepath\ttitle", *(f"{path}\ta new caption" for path in images)]))
+        find_rows(parse_args(flags.split()))
+        assert (warning in caplog.text) == warned
+    Path("val.csv").write_text(f"filepath\ttitle\n{image}\ta new caption")
+    find_rows(parse_args(flags.replace("--loss clip", "").split()))
+    line = refused(flags)
+    assert line.startswith("--val-data: 1 of 1 images of 'val.csv' are trained on, too, ") and "or leave it out" in line
 
 
 def test_standard_errors_count_images():

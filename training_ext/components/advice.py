@@ -99,7 +99,14 @@ def _on_cut(args: Namespace, seen: SeenCaptions) -> Iterator[str]:
 
 
 def _on_repeated(args: Namespace, seen: SeenCaptions) -> Iterator[str]:
-    if seen.repeated and args.uses_ext_loss and not has_keys(args) and build_loss(args, 1, "cpu").takes_keys:
+    if not args.uses_ext_loss or has_keys(args) or not build_loss(args, 1, "cpu").takes_keys:
+        return
+    if seen.images:
+        yield (
+            f"--same-key: {seen.images} lines have the image of another, too, and so false negatives; "
+            f"--same-key {args.csv_img_key} leaves these out, and --several-captions makes one sample of an image"
+        )
+    if seen.repeated:
         yield (
             f"--same-caption: {seen.repeated} of {seen.where} are those of another pair, too, and so false negatives; "
             "give the flag to leave these out"

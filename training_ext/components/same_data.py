@@ -1,4 +1,4 @@
-"""Refuse to resume with other train data, or another reference model, than the checkpoint's.
+"""Refuse to resume with other train data, if the loss has rows, or another reference model than the checkpoint's.
 
 The loss's state per sample belongs to the rows of these data.
 """
@@ -10,6 +10,7 @@ from typing import Any
 from open_clip_ext.errors import InputError
 from open_clip_ext.recovery import digest_of
 from training_ext.core.component import Component
+from training_ext.core.plan import world_info
 from training_ext.core.state import INSTEAD
 from training_ext.data.rows import DataRows, needs_index
 from training_ext.openclip.loading import warn_once
@@ -60,7 +61,7 @@ class SameData(Component):
 
 
 def check_rows(state: dict[str, Any], rows: DataRows, path: str, args: Namespace) -> None:
-    """Raise InputError unless the train data are those of the state in the checkpoint `path`."""
+    """Raise InputError if the loss has rows, and the train data are not those of the state in the checkpoint `path`."""
     num_rows = state["num_rows"]
     if not is_same(state, rows):
         if rows.kind in ("synthetic", "shapes") and num_rows != rows.num_rows:
@@ -69,7 +70,14 @@ def check_rows(state: dict[str, Any], rows: DataRows, path: str, args: Namespace
         difference = f"{num_rows} rows; --train-data has {rows.num_rows}"
         if num_rows == rows.num_rows:
             difference = f"as many rows, {num_rows}, with other {others}"
-        raise InputError(f"{path!r} was trained on other data ({difference}); {INSTEAD}", "--resume")
+        elif rows.shards is not None and num_rows > rows.num_rows:
+            difference += "; if shards are missing or damaged, give their sizes by --shard-sizes"
+        wrong = f"{path!r} was trained on other data ({difference})"
+        if needs_index(args):
+            raise InputError(f"{wrong}; {INSTEAD}", "--resume")
+        if world_info()[1] == 0:
+            warn_once(f"--resume: {wrong}; the order of the data changes")
+        return
     if rows.shards is not None and needs_index(args):
         for name, digest in rows.shards.counted.items():
             if state["shard_keys"].get(name, digest) != digest:

@@ -4,16 +4,19 @@ import hashlib
 import os
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pandas as pd
 from PIL import Image
 
 from open_clip_ext.errors import InputError, reason_of
+from training_ext.core.plan import world_info
 from training_ext.data.images import spread, warn_of_images
 from training_ext.data.keys import key_flag, key_name
-from training_ext.data.rows import DataRows, tolerated
+from training_ext.data.rows import DataRows, kind_of, tolerated
 from training_ext.data.seen_captions import see
-from training_ext.data.tables import LOOKED_AT, is_empty, open_csv, place_of
+from training_ext.data.tables import LOOKED_AT, is_empty, open_csv, place_of, read_table
+from training_ext.openclip.loading import warn_once
 
 
 def find(args: Namespace) -> DataRows:
@@ -26,6 +29,7 @@ def find(args: Namespace) -> DataRows:
     captions = table[args.csv_caption_key]
     if len(captions) == 0:
         raise InputError(f"{args.train_data!r} has no rows below its header", "--train-data")
+    check_held_out(args, table[args.csv_img_key])
     lines = hashlib.sha256()
     for number, caption in enumerate(captions):
         lines.update(b"\x1f" * bool(number) + str(caption).encode())
@@ -43,8 +47,32 @@ def find(args: Namespace) -> DataRows:
     by_captions = lines.hexdigest()
     for path in below_common_folder(table[args.csv_img_key]):
         lines.update(b"\x1f" + path.encode(errors="surrogateescape"))
-    caption_summary = see(captions, images, "the {} captions")
-    return DataRows("csv", num_rows, lines.hexdigest(), captions=by_captions, seen=caption_summary)
+    seen = see(captions, images, "the {} captions")
+    if images is None:
+        seen = replace(seen, images=int(table[args.csv_img_key].dropna().duplicated(keep=False).sum()))
+    return DataRows("csv", num_rows, lines.hexdigest(), captions=by_captions, seen=seen)
+
+
+def check_held_out(args: Namespace, trained: pd.Series) -> None:
+    """Warn of images of --val-data among those that are trained on; raises InputError if all are, with --loss."""
+    if not args.val_data or kind_of(args, args.val_data, "--val-data") != "csv":
+        return
+    try:
+        table = read_table(args, args.val_data, sep=args.csv_separator)
+        images = {os.path.abspath(image) for image in table[args.csv_img_key].dropna()}
+    except Exception:  # `flags.val_data` tells it
+        return
+    names = set(map(os.path.basename, images))  # since all of the paths take seconds a million
+    candidates = (image for image in trained.dropna() if os.path.basename(image) in names)
+    shared = images.intersection(map(os.path.abspath, candidates))
+    if not shared:
+        return
+    text = f"{len(shared)} of {len(images)} images of {args.val_data!r} are trained on, too, such as {min(shared)!r}"
+    remedy = "split by image, with all of its captions on one side, as make_shards does"
+    if len(shared) == len(images) and args.loss is not None:  # without it a run accepts what OpenCLIP accepts
+        raise InputError(f"{text}, so its metrics say nothing of new pairs; {remedy}, or leave it out", "--val-data")
+    if world_info()[1] == 0:
+        warn_once(f"--val-data: {text}, so that its metrics are too good; {remedy}")
 
 
 def below_common_folder(images: pd.Series) -> Iterator[str]:

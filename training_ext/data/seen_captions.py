@@ -18,11 +18,13 @@ class SeenCaptions:
         first: the first of them, at most `FIRST`.
         repeated: how many of all that were read another pair has, too.
         where: all that were read, in words.
+        images: number of lines of a csv whose image, as it is read, another line has, too.
     """
 
     first: list[str]
     repeated: int
     where: str
+    images: int = 0
 
 
 def see(captions: pd.Series, images: pd.Series | None, where: str) -> SeenCaptions:

@@ -40,6 +40,12 @@ def scanned_before(paths: dict[str, str]) -> dict[str, Contents]:
     return {url: Contents(samples, keys) for url, (_, _, samples, keys) in unchanged.items()}
 
 
+def last_counts(paths: dict[str, str]) -> dict[str, int]:
+    """Samples of the shards, by URL, when they were last scanned, whatever their files are now."""
+    cache = _load_cache() if paths else {}
+    return {url: cache[name][2] for url, path in paths.items() if (name := os.path.abspath(path)) in cache}
+
+
 def scan_all(paths: dict[str, str]) -> dict[str, Contents]:
     """Contents of shards by URL, from the cache if the file is unchanged, else from its headers.
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from webdataset.gopen import rewrite_url
 
 from open_clip_ext.errors import InputError, reason_of
-from training_ext.data.shard_scan import scan_all, scanned_before
+from training_ext.data.shard_scan import last_counts, scan_all, scanned_before
 
 _CHECKED_SAMPLES = 20_000  # up to which recorded sizes are checked by counting, in a second or two
 _NAMED = 3  # shards in a message
@@ -108,7 +108,8 @@ def find_shards(train_data: str, shard_sizes: str | None = None, max_bad: float 
 
     Raises InputError for a list without shards, more shards that are missing or damaged than a share of `max_bad` (none
     by default), a remote shard without a size, a bad sizes file, a recorded size that is wrong, and a data set without
-    samples. A missing shard without a recorded size counts as one of 0 samples.
+    samples. A missing or damaged shard without a recorded size has that of its last scan, so that a run which has
+    survived it can resume, or else the samples before the damage.
     """
     urls = shard_urls(train_data)
     missing = check_missing(urls, max_bad=max_bad)
@@ -129,6 +130,8 @@ def find_shards(train_data: str, shard_sizes: str | None = None, max_bad: float 
     _check_share("--train-data", urls, missing | damaged, max_bad)
     sizes = {url: size for url, (size, _) in recorded.items()}
     sizes = {url: contents.samples for url, contents in contents_by_url.items()} | sizes
+    gone = {url: path for url, path in local.items() if path and url in missing | damaged and url not in recorded}
+    sizes |= {url: max(size, sizes.get(url, 0)) for url, size in last_counts(gone).items()}
     shards = Shards(
         tuple(urls),
         tuple(sizes.get(url, 0) for url in urls),

@@ -89,6 +89,8 @@ def open_csv(args: Namespace, path: str, flag: str | None) -> pd.DataFrame:
         if isinstance(error, FileNotFoundError):
             raise InputError(f"{path!r} does not exist", flag) from None
         problem = f"cannot be read with --csv-separator {args.csv_separator!r}: {one_line(error)}"
+        if isinstance(error, UnicodeDecodeError):
+            problem = f"is not in UTF-8 ({one_line(error)}); save it as UTF-8"
         raise InputError(f"{path!r} {problem}", flag) from None
     check_columns(args, list(table.columns), path)
     return table

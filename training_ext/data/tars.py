@@ -1,7 +1,7 @@
 """Read the samples of tar files, grouped as OpenCLIP groups them, and detect damaged archives.
 
-webdataset reads with tarfile, which takes a damaged or zeroed header for the end of the archive, so that the rest of a
-shard is lost silently.
+webdataset reads with tarfile, which takes a damaged or zeroed header, and a cut between two members, for the end of the
+archive, so that the rest of a shard is lost silently.
 """
 
 import hashlib
@@ -26,16 +26,16 @@ _BLOCK = 1 << 16
 
 
 class _StrictHeader(tarfile.TarInfo):
-    """Raises ReadError for a damaged header, which tarfile would silently take for the archive's end."""
+    """Raises ReadError for a damaged or missing header, which tarfile would silently take for the archive's end."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_StrictHeader":
         try:
             return super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as err:
-            if not buf.strip(b"\0"):  # the archive's real end: zeros, or the end of the file
+            if buf and not buf.strip(b"\0"):  # the archive's real end
                 raise
-            raise tarfile.ReadError(str(err)) from err
+            raise tarfile.ReadError(str(err) if buf else "it has no end mark, as if it were cut") from err
 
 
 def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
@@ -107,7 +107,7 @@ def stored_samples(path: str) -> Iterator[tuple[Callable[[Any], bytes], dict]]:
     A compressed tar is read as a stream, as webdataset does; of another only the members that are asked for.
 
     Raises:
-        Exception: the tar is damaged, or has no end mark, as one that was cut between two samples.
+        Exception: the tar is damaged.
     """
     try:
         opened = tarfile.open(path, "r:", tarinfo=_StrictHeader)
@@ -119,10 +119,6 @@ def stored_samples(path: str) -> Iterator[tuple[Callable[[Any], bytes], dict]]:
         members = ({"fname": member.name, "data": member, "__url__": path} for member in _members(tar))
         for sample in group_by_keys_nothrow(members):
             yield partial(_part_of_file, path), sample
-        file: Any = tar.fileobj
-        file.seek(tar.offset)
-        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise tarfile.ReadError("it has no end mark")
 
 
 def _part_of_file(path: str, member: tarfile.TarInfo) -> bytes:

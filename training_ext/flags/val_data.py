@@ -18,6 +18,7 @@ from training_ext.data.rows import kind_of
 from training_ext.data.shard_scan import scan_all
 from training_ext.data.shards import check_missing, local_path, shard_urls
 from training_ext.data.tables import unusable_line
+from training_ext.openclip.loading import warn_once
 
 
 def shared_data(args: Namespace) -> str | None:
@@ -53,6 +54,11 @@ def check(args: Namespace) -> None:
         if table.empty:
             raise InputError(f"{args.val_data!r} has no lines; give one with pairs, or leave it out", "--val-data")
         images = table[args.csv_img_key].drop_duplicates()
+        if (share := 100 * len(images) / len(table)) < 100:
+            warn_once(
+                f"--val-data: the {len(table)} lines of {args.val_data!r} have {len(images)} images, so that "
+                f"image_to_text_R@1 is at most {share:.3g} %; image_to_text_any_R@1 accepts every caption of an image"
+            )
         # Their headers; silent where it takes a moment.
         for row, image in tqdm(images.items(), desc="Looking at images", total=len(images), unit="file", delay=2):
             try:

@@ -113,6 +113,7 @@ class Data:
         in_shards = kind_of(args, args.train_data) == "webdataset"
         looks = not in_shards or args.train_num_samples is None or needs_index(args)
         args.shard_sizes = options.shard_sizes if looks else None
+        args.val_data = None  # of no interest here
         rows = find_rows(args)
         if rows.shards is not None or not in_shards:
             return cls(rows, rows.shards)
