@@ -416,9 +416,7 @@ def test_a_bad_line_of_a_csv_for_validation(ended, csv, tmp_path):
     """That begins as an image; others are found before the start."""
     data = csv(lambda row, path, caption: (f"{path}.cut" if row == 9 else path, caption))
     (tmp_path / "9.png.cut").write_bytes((tmp_path / "9.png").read_bytes()[:200])
-    shutil.copy(tmp_path / "0.png", tmp_path / "other.png")
-    val = tmp_path / "val.csv"
-    val.write_text((tmp_path / "train.csv").read_text().replace("/0.png", "/other.png"))
+    val = shutil.copy(tmp_path / "train.csv", tmp_path / "val.csv")
     line, log = ended(f"{COMMON} --loss clip {data} --val-data {val}")
     assert f"--val-data: line 11 of '{val}' cannot be used" in line and "9.png.cut" in line
     assert "Epoch 0 data: used" in log

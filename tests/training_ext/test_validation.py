@@ -94,8 +94,7 @@ def test_any_caption_of_an_image_counts(run, datasets, lines, tmp_path, monkeypa
 
 
 def test_the_best_weights_by_a_recall_that_knows_all_captions(run, datasets, lines, tmp_path):
-    other = shutil.copy(lines["filepath"][0], tmp_path / "other.png")
-    lines[:12].replace(lines["filepath"][0], str(other)).to_csv(tmp_path / "val.csv", sep="\t", index=False)
+    lines[:12].to_csv(tmp_path / "val.csv", sep="\t", index=False)
     flags = f"{datasets['csv']} {FLAGS} --val-data {tmp_path}/val.csv --loss clip"
     found = evaluated(run("x", flags))
     assert not found.keys() & set(ANY_CAPTION)  # one caption an image
@@ -118,7 +117,7 @@ def test_lines_of_one_image_are_told(lines, tmp_path, caplog, flags, told):
     assert "x.csv' have 12 images, so that image_to_text_R@1 is at most 25 %; " in caplog.text
 
 
-def test_images_that_are_trained_on(refused, datasets, tmp_path, monkeypatch, caplog):
+def test_images_that_are_trained_on(datasets, tmp_path, monkeypatch, caplog):
     """By any path, with any caption."""
     train = Path(shlex.split(datasets["csv"])[1])
     (image, _), (other, _) = (line.split("\t") for line in train.read_text().splitlines()[1:3])
@@ -130,10 +129,6 @@ def test_images_that_are_trained_on(refused, datasets, tmp_path, monkeypatch, ca
         Path("val.csv").write_text("\n".join(["filepath\ttitle", *(f"{path}\ta new caption" for path in images)]))
         find_rows(parse_args(flags.split()))
         assert (warning in caplog.text) == warned
-    Path("val.csv").write_text(f"filepath\ttitle\n{image}\ta new caption")
-    find_rows(parse_args(flags.replace("--loss clip", "").split()))
-    line = refused(flags)
-    assert line.startswith("--val-data: 1 of 1 images of 'val.csv' are trained on, too, ") and "or leave it out" in line
 
 
 def test_standard_errors_count_images():

@@ -54,7 +54,7 @@ def find(args: Namespace) -> DataRows:
 
 
 def check_held_out(args: Namespace, trained: pd.Series) -> None:
-    """Warn of images of --val-data among those that are trained on; raises InputError if all are, with --loss."""
+    """Warn of images of --val-data among those that are trained on."""
     if not args.val_data or kind_of(args, args.val_data, "--val-data") != "csv":
         return
     try:
@@ -65,14 +65,11 @@ def check_held_out(args: Namespace, trained: pd.Series) -> None:
     names = set(map(os.path.basename, images))  # since all of the paths take seconds a million
     candidates = (image for image in trained.dropna() if os.path.basename(image) in names)
     shared = images.intersection(map(os.path.abspath, candidates))
-    if not shared:
-        return
-    text = f"{len(shared)} of {len(images)} images of {args.val_data!r} are trained on, too, such as {min(shared)!r}"
-    remedy = "split by image, with all of its captions on one side, as make_shards does"
-    if len(shared) == len(images) and args.loss is not None:  # without it a run accepts what OpenCLIP accepts
-        raise InputError(f"{text}, so its metrics say nothing of new pairs; {remedy}, or leave it out", "--val-data")
-    if world_info()[1] == 0:
-        warn_once(f"--val-data: {text}, so that its metrics are too good; {remedy}")
+    if shared and world_info()[1] == 0:
+        warn_once(
+            f"--val-data: {len(shared)} of {len(images)} images of {args.val_data!r} are trained on, too, such as "
+            f"{min(shared)!r}, so that its metrics are too good; split by image, with all of its captions on one side"
+        )
 
 
 def below_common_folder(images: pd.Series) -> Iterator[str]:
