@@ -453,6 +453,8 @@ def test_wrong_checkpoints_are_refused(refused, trained, tmp_path):
     other = refused("table", change=("--train-num-samples 48", "--train-num-samples 47"))
     assert "--train-num-samples: 47, but " in other and other.endswith("has 48; give 48")
     assert "--train-data" in refused("csv", change=("--train-data", "--val-data"))
+    other = refused("neuclip", "--shapes-shifted")  # its loss has no rows, and a training would resume
+    assert other.startswith("--checkpoint: ") and "was trained on other data (as many rows, 48, with other " in other
 
 
 def test_a_checkpoint_from_before_an_option_was_trained_with_its_default(trained, refused, tmp_path):

@@ -61,7 +61,8 @@ class SameData(Component):
 
 
 def check_rows(state: dict[str, Any], rows: DataRows, path: str, args: Namespace) -> None:
-    """Raise InputError if the loss has rows, and the train data are not those of the state in the checkpoint `path`."""
+    """Raise InputError if the train data are not those of the state in the checkpoint `path`; only warn where a run
+    of a loss without rows resumes."""
     num_rows = state["num_rows"]
     if not is_same(state, rows):
         if rows.kind in ("synthetic", "shapes") and num_rows != rows.num_rows:
@@ -73,7 +74,7 @@ def check_rows(state: dict[str, Any], rows: DataRows, path: str, args: Namespace
         elif rows.shards is not None and num_rows > rows.num_rows:
             difference += "; if shards are missing or damaged, give their sizes by --shard-sizes"
         wrong = f"{path!r} was trained on other data ({difference})"
-        if needs_index(args):
+        if needs_index(args) or args.resume is None:  # the report's checkpoint
             raise InputError(f"{wrong}; {INSTEAD}", "--resume")
         if world_info()[1] == 0:
             warn_once(f"--resume: {wrong}; the order of the data changes")
