@@ -23,7 +23,7 @@ mkdir -p "$OUT"
 if [[ -n ${TINY:-} ]]; then
     device=cpu precision=fp32 seconds=0.1
     sizes=(--batch-sizes 16 --dims 16 -m 64 --num-samples 1000)
-    network=(--batch-sizes 16 -m 64 --dim 16 --also graph bfloat16) trial=(--batch-sizes 4 -m 8 --dim 8 --updates 2 --kinds triton)
+    network=(--batch-sizes 16 -m 64 --dim 16 --also graph eager bfloat16)
     rows=(--rows 1000 10000 --batch-size 64)
     models=("ViT-shapes-tiny 4") consecutive=2 prototypes=16 cases=("ViT-shapes-tiny 4 neuclip")
     parity=(--batch-size 16 --dim 16 -m 64 --num-samples 200 --steps 4)
@@ -35,7 +35,7 @@ else
     device=cuda precision=amp_bf16 seconds=4
     sizes=(--batch-sizes 512 1024 4096 16384 65536 --dtypes float32 bfloat16
         --losses clip-chunked siglip-chunked fastclip-v3 isogclr neuclip queue tuneclip amorlip)
-    network=(--batch-sizes 512 1024 4096 --also compile graph bfloat16) trial=()
+    network=(--batch-sizes 512 1024 4096 --also graph eager bfloat16)
     rows=(--rows 100000 1000000 10000000 100000000)
     models=("ViT-B-32 512" "ViT-L-14 64") parity=() consecutive=10 prototypes=4096
     cases=("ViT-B-32 512 clip" "ViT-B-32 2016 neuclip" "ViT-L-14 256 fastclip-v3" "RN50 512 clip"
@@ -53,11 +53,11 @@ trained=(clip fastclip-v3 neuclip "neuclip --npn-split" fastclip-v2)
 declare -A limits
 if [[ -n ${DECIDE:-} || ${1:-} == decide ]]; then
     export DECIDE=1
-    models=("${models[0]}") compared=(neuclip)
+    models=("${models[0]}") compared=(neuclip "neuclip, eager" "neuclip, loss graph")
     parity+=(--losses scent tempnet drrho-clip neuclip amorlip amorlip-released amorlip-paper tuneclip queue)
     trained=(clip-chunked fastclip-v3 "neuclip --npn-split")
     if [[ $device == cuda ]]; then
-        BUDGET=${BUDGET:-540} limits=([loss_graph]=210 [npn]=90 [steps]=60 [ahead]=60 [parity]=60 [processes]=90)
+        BUDGET=${BUDGET:-540} limits=([loss_graph]=210 [network]=60 [steps]=60 [ahead]=60 [parity]=60 [processes]=90)
         small="32 128" graphed="clip-chunked fastclip-v3 neuclip"
         fused=(--batch-sizes 8192) pairs=(--train-num-samples 16384 --batch-size 4096)  # where the kernels begin
     fi
@@ -81,11 +81,8 @@ by_kernels() {
     "$PYTHON" benchmarks/loss.py --device "$device" --seconds 0.5 "${fused[@]}" --kernels fused eager \
         --losses clip-chunked siglip-chunked fastclip-v3 "$@"
 }
-network() {  # the network's updates against bare products: plain, compiled, as a CUDA graph, equal in each bit, in bfloat16
+network() {  # the network's updates against bare products, as a CUDA graph, equal in each bit, without kernels
     "$PYTHON" benchmarks/network.py "${common[@]}" "${network[@]}" --json "$OUT/network.json"
-}
-npn() {  # the trial of fewer passes in these updates: errors, times, and whether to land it
-    "$PYTHON" benchmarks/npn_kernels.py "${common[@]}" "${trial[@]}" --json "$OUT/npn.json"
 }
 loss_graph() {  # --loss-graph: whether each bit is as without it, then times of losses and of whole steps
     local losses=() name
@@ -185,10 +182,10 @@ run() {  # the parts of these names, each in its time; the number of those that 
 }
 if [[ ${1:-} == decide ]]; then
     kept=$OUT OUT=$(mktemp -d)
-    run loss_graph npn steps ahead parity processes 2>&1 | tee "$kept/decide.txt"
+    run loss_graph network steps ahead parity processes 2>&1 | tee "$kept/decide.txt"
     exit "${PIPESTATUS[0]}"
 elif (($#)); then
     run "$@"
 else
-    run parity steps loss_graph memory loss kernels ahead network npn processes icons rows tests
+    run parity steps loss_graph memory loss kernels ahead network processes icons rows tests
 fi

@@ -7,10 +7,10 @@ prototypes, `backward`, AdaGrad. `products` are the two matrix products per dire
 anchors with prototypes, and weights with anchors. `ours` is a step's whole `update`, which also pushes the batch into
 the ring buffer. All alternate; ratios are those of the medians.
 
-`ours` launches each operation. `--also compile` adds the update under torch.compile, `graph` that as one CUDA graph,
-which is the default on a GPU, and `bfloat16` the bare products in bfloat16. They show what fewer launches and lower
-precision gain. A variant that fails prints the reason and is left out. `graph` also trains networks with and without
-it; the exit code is 1 if they differ in a bit.
+`ours` launches each operation or kernel. `--also graph` adds the update as one CUDA graph, the default on a GPU,
+`eager` that without kernels (`--kernels eager`), and `bfloat16` the bare products in bfloat16. They show what fewer
+launches, fewer passes and lower precision gain. A variant that fails prints the reason and is left out. `graph` also
+trains networks with and without it; the exit code is 1 if they differ in a bit.
 """
 
 import sys
@@ -77,16 +77,12 @@ def variant(kind: str, make: Callable[..., Prototypes], batch: Batch, args) -> C
         if kind == "bfloat16":
             products = BareProducts(len(batch.image), args.dim, args.m, "others", batch.image.device, torch.bfloat16)
             return lambda: [products() for _ in range(args.updates)]
-        normalizer = make(npn_graph=kind == "graph")
-        if kind == "graph":
-            normalizer.update(batch)
-            normalizer.update(batch)
-            if normalizer.update_graph.failed:
-                raise RuntimeError("none was captured")
-            return lambda: normalizer.update(batch)
-        compiled = torch.compile(normalizer.update)
-        compiled(batch)
-        return lambda: compiled(batch)
+        normalizer = make(npn_graph=True, kernels="eager" if kind == "eager" else "auto")
+        normalizer.update(batch)
+        normalizer.update(batch)
+        if normalizer.update_graph.failed:
+            raise RuntimeError("none was captured")
+        return lambda: normalizer.update(batch)
     except Exception as error:
         print(f"{kind}: {type(error).__name__}: {str(error).strip().splitlines()[0]}", file=sys.stderr)
         return None
@@ -101,9 +97,9 @@ def compare(batch_size: int, m: int, dim: int, device: torch.device, args) -> di
         log_batch = torch.full((2, len(image[rows])), -9.0, device=device)
         return Batch.of_process(image[rows], text[rows], torch.tensor(0.03, device=device), log_batch=log_batch)
 
-    def make(npn_graph: bool = False) -> Prototypes:
+    def make(npn_graph: bool = False, kernels: str = "auto") -> Prototypes:
         options = dict(npn_prototypes=m, npn_updates=args.updates, npn_restart_every=0, npn_lr=0.01)
-        normalizer = Prototypes(**options, npn_graph=npn_graph)
+        normalizer = Prototypes(**options, npn_graph=npn_graph, kernels=kernels)
         normalizer.materialize(dim, device, image.dtype)
         for start in range(0, m, batch_size):
             normalizer.update(batch_of(slice(start, start + batch_size)))
@@ -140,7 +136,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     flags.add_argument("-m", type=int, default=4096, help="prototypes per direction")
     flags.add_argument("--dim", type=int, default=512, help="dimension of the embeddings")
     flags.add_argument("--updates", type=int, default=10, help="T_u")
-    flags.add_argument("--also", nargs="*", default=[], choices=("compile", "graph", "bfloat16"), help="more variants")
+    flags.add_argument("--also", nargs="*", default=[], choices=("graph", "eager", "bfloat16"), help="more variants")
     args = flags.parse_args(argv)
     device = begin(args)
     results = [compare(batch, args.m, args.dim, device, args) for batch in tqdm(args.batch_sizes, desc="batches")]

@@ -72,7 +72,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     flags = parser(__doc__)
     flags.add_argument(
         "--losses", nargs="+",
-        help="default: all; 'neuclip, no graph' is with --no-npn-graph, 'NAME, loss graph' with --loss-graph",
+        help="default: all; 'neuclip, no graph' is with --no-npn-graph, 'neuclip, eager' with --kernels eager, "
+        "'NAME, loss graph' with --loss-graph",
     )
     flags.add_argument("--model", default="ViT-shapes-tiny")
     flags.add_argument("--batch-size", type=int, default=64)
@@ -84,6 +85,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     device = begin(args)
     settings: dict[str, dict] = {"neuclip": {"npn_prototypes": args.prototypes}}
     settings["neuclip, no graph"] = settings["neuclip"] | {"npn_graph": False}
+    settings["neuclip, eager"] = settings["neuclip"] | {"kernels": "eager"}
     settings["queue"] = {"queue_size": args.prototypes}
     steps, baseline, results = Steps(args, device), ClipLoss(), []
     names = args.losses or [preset.name for preset in open_clip_ext.list_losses() if not preset.is_open_clip]

@@ -9,6 +9,7 @@ temporary memory stays allocated.
 The first step of a kind runs without a graph, as what CUDA loads at a first launch must not be loaded in a capture.
 """
 
+import gc
 import logging
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -117,6 +118,8 @@ class StepGraph:
         for group in groups:
             group["capturable"] = True  # without a decay of its rate AdaGrad reads no value from the device
         self.capturing = True
+        collects = gc.isenabled()
+        gc.disable()  # which may free the graph of an earlier loss: that ends a capture
         try:
             # The loader's thread that pins memory may call CUDA meanwhile.
             graph = torch.cuda.graph(self.graph, stream=capture_stream(device), capture_error_mode="thread_local")
@@ -130,6 +133,8 @@ class StepGraph:
                 generator.graphsafe_set_state(generator.clone_state())
             raise
         finally:
+            if collects:
+                gc.enable()
             self.capturing = False
             for group in groups:
                 del group["capturable"]

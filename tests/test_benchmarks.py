@@ -130,7 +130,6 @@ GPU_PARTS = {  # and what the figures of each look like
     "kernels": r"^ *global .* True\n(.*\n)*.*\n *fastclip-v3, fused .*\d\.\d\d",
     "ahead": r"^ *fastclip-v3, fused .*\d\.\d\d.*\n *fastclip-v3, eager .*\d\.\d\d",
     "network": r"graph: RuntimeError: none was captured\n(.*\n)*^ *16 .* equal ",
-    "npn": r"^ *4 +triton .*e[-+]\d\d\n(.*\n)*triton: .* 0.6 is asked: ",
     "loss_graph": r"^ *fastclip-v3, loss graph .*\d\.\d\d.*\n(.*\n)*.*fastclip-v3, loss graph .*\d\.\d\d",
     "processes": r"gloo, neuclip --npn-split:\n.* 8/8 loss \d",
     "icons": r"batch 16, fastclip-v3 --rho 6.5:\n.*Eval Epoch: 1 .*\d\.\d\d",

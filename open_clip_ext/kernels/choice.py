@@ -1,24 +1,28 @@
 """Whether a loss's passes over the similarities are the kernels of `fused`: on a GPU, in large batches, where factors
-of matrix products may have the 10 binary digits of TF32, or bfloat16's; triton, which compiles them, comes with
-PyTorch."""
+of matrix products may have the 10 binary digits of TF32, or bfloat16's; and whether the updates of a network of
+prototypes are those of `fused_prototypes`, on a GPU. Triton, which compiles them, comes with PyTorch."""
 
 import logging
 import os
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import all_gather
+from open_clip_ext.objectives import Objective
 from open_clip_ext.options import option
 
-KERNELS = option("auto", "auto: fused kernels on a GPU in large batches; eager: none", choices=("auto", "eager"))
+KERNELS = option("auto", "auto: fused kernels on a GPU where faster; eager: none", choices=("auto", "eager"))
 # Pairs of a batch from which they are faster, by pass: measured on one H100 (docs/performance.md).
 LEAST_PAIRS = {"clip": 8192, "siglip": 8192, "global": 8192}
 HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # products of 16 bits with float32 sums, on CUDA
+MOST_PROTOTYPES = 16384  # whose exponents a kernel holds at a time
 LEAST_CAPABILITY = 8, 0  # the first with TF32 and bfloat16
 _usable: dict[tuple[Any, ...], bool] = {}  # by what a kernel is compiled for
 
@@ -34,16 +38,23 @@ def is_large(batch: Batch, name: str) -> bool:
     return batch.image.device.type == "cuda" and batch.size >= LEAST_PAIRS[name]
 
 
-def is_possible(batch: Batch) -> bool:
-    """Whether this process has the kernels."""
+def has_kernels(tensor: Tensor) -> bool:
+    """Whether this process can compile kernels for the tensor."""
     return (
-        batch.image.dtype == torch.float32
-        and batch.image.shape[1] % 16 == 0
+        tensor.dtype == torch.float32
         and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(batch.image.device) >= LEAST_CAPABILITY
+        and torch.cuda.get_device_capability(tensor.device) >= LEAST_CAPABILITY
+        and find_spec("triton") is not None
+    )
+
+
+def is_possible(batch: Batch) -> bool:
+    """Whether this process has the kernels of `fused`."""
+    return (
+        has_kernels(batch.image)
+        and batch.image.shape[1] % 16 == 0
         and HAS_OUT_DTYPE
         and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
-        and find_spec("triton") is not None
     )
 
 
@@ -60,23 +71,38 @@ def fused_kernels(batch: Batch, kernels: str, name: str, low: bool = False) -> M
         return None
     image = batch.image
     kind = name, low, image.shape[1], image.dtype, image.device, len(image) == batch.size, batch.keys is not None
-    if kind not in _usable:
-        here = torch.tensor([works(batch, name, low)], device=image.device)
-        _usable[kind] = bool(all_gather(here.float()).all())
-    if not _usable[kind]:
+    return checked("fused", kind, image, lambda: is_possible(batch), batch, name, low)
+
+
+def fused_prototypes(
+    prototypes: Tensor, kernels: str, objective: type[Objective], has_keys: bool
+) -> ModuleType | None:
+    """The module `fused_prototypes`, or None: then an update is single operations. The same on all processes."""
+    if kernels == "eager" or prototypes.device.type != "cuda" or max(prototypes.shape) > MOST_PROTOTYPES:
         return None
-    return import_module("open_clip_ext.kernels.fused")
+    kind = objective, has_keys, prototypes.shape, prototypes.dtype, prototypes.device
+    arguments = objective, has_keys, prototypes
+    return checked("fused_prototypes", kind, prototypes, lambda: has_kernels(prototypes), *arguments)
 
 
-def works(batch: Batch, name: str, low: bool) -> bool:
-    """Whether this process has the kernels, and their results are those of the single operations."""
-    if not is_possible(batch):
-        return False
+def checked(
+    name: str, kind: tuple[Any, ...], tensor: Tensor, is_possible: Callable[[], bool], *arguments: Any
+) -> ModuleType | None:
+    """The module `name` of kernels; None where a process does not have them or their results are others. Tried once per
+    `kind`, with the `arguments` of the module's `deviation`."""
+    if (name, *kind) not in _usable:
+        here = torch.tensor([is_possible() and works(name, *arguments)], device=tensor.device)
+        _usable[name, *kind] = bool(all_gather(here.float()).all())
+    return import_module(f"open_clip_ext.kernels.{name}") if _usable[name, *kind] else None
+
+
+def works(name: str, *arguments: Any) -> bool:
+    """Whether the results of the module's kernels are those of the single operations."""
     try:
-        fused = import_module("open_clip_ext.kernels.fused")  # imports triton
-        deviation = fused.deviation(batch, name, low)
-        reason = f"their results differ by {deviation:.1g}, more than TF32's {fused.BOUND:.1g}"
-        if deviation <= fused.BOUND:
+        module = import_module(f"open_clip_ext.kernels.{name}")  # imports triton
+        deviation = module.deviation(*arguments)
+        reason = f"their results differ by {deviation:.1g}, more than TF32's {module.BOUND:.1g}"
+        if deviation <= module.BOUND:
             return True
     except Exception as error:  # whatever a compiler raises; its reason is in the last line
         last_line = str(error).strip().rpartition("\n")[2]

@@ -60,7 +60,7 @@ class MLP(NPN):
         for name, parameter in self.network.named.items():
             parameter.copy_(new.named[name])
 
-    def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
+    def _updates(self, batch: Batch) -> tuple[Callable[[], Tensor], Callable[[], None]]:
         def set_gradient() -> Tensor:
             log_ratio = self.network(batch.all_image, batch.all_text) - batch.all_positives / batch.all_tau
             alpha = add_eps(log_ratio, self.eps)
@@ -69,7 +69,7 @@ class MLP(NPN):
             self.network.backward(batch.all_image, batch.all_text, slopes, batch.finite)
             return alpha
 
-        return set_gradient
+        return set_gradient, self.network.step
 
     def forward(self, batch: Batch, updated: Any = None) -> Tensor:
         if self.steps == 0:

@@ -54,7 +54,7 @@ def adagrad_rate(steps: float) -> float:
 
 
 class NPN(Normalizer):
-    """Base class of the networks, which override `_make`, `_restart`, `_gradient_setter` and `forward`."""
+    """Base class of the networks, which override `_make`, `_restart`, `_updates` and `forward`."""
 
     differentiable = True
     default_optimizer = "adam"
@@ -152,9 +152,9 @@ class NPN(Normalizer):
     def _observe(self, batch: Batch) -> None:
         """Called with each batch, before restarts and updates."""
 
-    def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
-        """A function for the updates of one step: it writes the objective's gradient to the network's `gradients`, or 0
-        if `batch.finite` is False, and returns alpha, (2, B).
+    def _updates(self, batch: Batch) -> tuple[Callable[[], Tensor], Callable[[], None]]:
+        """Functions for the updates of one step. The first writes the objective's gradient to the network's
+        `gradients`, or 0 if `batch.finite` is False, and returns alpha, (2, B); the second makes the optimizer's step.
 
         Args:
             batch: from `Batch.or_zeros`; its embeddings may not be finite.
@@ -198,7 +198,7 @@ class NPN(Normalizer):
 
     def _train(self, batch: Batch) -> Tensor:
         """Make the updates of a step; return the objective before them, 0-d."""
-        set_gradient = self._gradient_setter(batch)
+        set_gradient, make_step = self._updates(batch)
         guarded = self.optimizer_name == "adagrad" and self.updates > 1
         before = [parameter.clone() for parameter in self.network.named.values()] if guarded else []
         for update in range(self.updates):
@@ -206,7 +206,7 @@ class NPN(Normalizer):
             if update == 0:
                 objective_before = self._objective_of(batch.all_log_batch, alpha)
             if not self.npn_joint:
-                self.network.step()
+                make_step()
         if guarded:
             after = self._objective_of(batch.all_log_batch, alpha)
             self._undo_if(after > objective_before + self.npn_max_rise, before)

@@ -32,6 +32,7 @@ Shapes: m = prototypes per direction, k <= m of them active, d = embedding dimen
 
 import logging
 from collections.abc import Callable, Collection
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from torch import Tensor
 
 from open_clip_ext.batch import Batch, log_mean
 from open_clip_ext.distributed import LocalTensors, gather_rows, on_first, rank, world_size
+from open_clip_ext.kernels.choice import KERNELS, fused_prototypes
 from open_clip_ext.kernels.log_sum import Keys, log_sum, number_of_equals
 from open_clip_ext.kernels.prototype_gradient import PrototypeGradient
 from open_clip_ext.normalizers.npn import NPN
@@ -48,6 +50,7 @@ from open_clip_ext.normalizers.sharded_prototypes import ShardedLogSum, is_split
 from open_clip_ext.options import AT_LEAST_1, Derived, option, refuse_unused
 from open_clip_ext.side_model import MOMENTS, SideModel
 from open_clip_ext.step_graph import StepGraph
+from open_clip_ext.surrogates import is_linear
 
 TRAINED_ON = ("all_image", "all_text", "all_tau", "all_positives", "all_log_batch", "finite", "keys")  # of a batch
 
@@ -66,6 +69,7 @@ class Prototypes(RingNormalizer, NPN, LocalTensors):
     )
     npn_split: bool | None = option(Derived("on GPUs if counted faster"), "shard the prototypes over the processes")
     npn_graph: bool | None = option(Derived("on GPUs, unless split"), "launch a step's updates as one CUDA graph")
+    kernels: str = KERNELS
     _samples, _steps_per_pass = 0, 1  # of a pass over the data, if known
     local_tensors = ("keys",)
     keys: Tensor | None = None  # of the samples that they were drawn from, (m,) int64; None while batches have none
@@ -176,14 +180,32 @@ class Prototypes(RingNormalizer, NPN, LocalTensors):
         self.steps += 1
         self.objective_before = None if self._captured is None else self._captured.clone()
 
-    def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
-        step = PrototypeGradient(
-            batch, self.objective, self.surrogate, self.eps,
-            active=self.active, own_active=self.ring.own_active, split=self.split,
-            keys=self._keys(batch.keys), counts=self._counts(batch),
+    def _updates(self, batch: Batch) -> tuple[Callable[[], Tensor], Callable[[], None]]:
+        keys, network = self._keys(batch.keys), self.network
+        arguments = batch, self.objective, self.surrogate, self.eps
+        options: dict[str, Any] = dict(
+            active=self.active, own_active=self.ring.own_active, split=self.split, counts=self._counts(batch), keys=keys
         )
-        gradient = self.network.gradients["weight"][:, : self.ring.own_active]
-        return lambda: step.write(gradient, *self._active_prototypes())
+        gradient = network.gradients["weight"][:, : self.ring.own_active]
+        fused = self._kernels(keys is not None)
+        if fused is None:
+            step = PrototypeGradient(*arguments, **options)
+            return lambda: step.write(gradient, *self._active_prototypes()), network.step
+        prototypes, lengths = self._active_prototypes()
+        update = fused.FusedPrototypeUpdate(*arguments, lengths=lengths, **options)
+        state, group = network.optimizer.state[self.weight], network.optimizer.param_groups[0]
+
+        def make_step() -> None:
+            state["step"] += 1
+            update.descend(gradient, prototypes, state["sum"], group["lr"], group["weight_decay"], group["eps"])
+
+        return lambda: update.write_in_directions(gradient, prototypes), make_step
+
+    def _kernels(self, has_keys: bool) -> ModuleType | None:
+        """The module `fused_prototypes`, if it has the updates of all prototypes."""
+        if self.split or self.active < self.capacity or not (self.can_capture and is_linear(self.surrogate)):
+            return None
+        return fused_prototypes(self.weight, self.kernels, self.objective, has_keys)
 
     def _active_prototypes(self) -> tuple[Tensor, Tensor]:
         """This process's prototypes in use, (2, k, d), and their norms, (2, k), with 1 in place of 0."""

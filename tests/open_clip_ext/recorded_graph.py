@@ -5,6 +5,7 @@ operation on the tensors of the capture, with the numbers that the host had then
 holds NaN.
 """
 
+import gc
 from collections.abc import Callable
 from contextlib import contextmanager
 
@@ -93,7 +94,7 @@ class Streams:
     @contextmanager
     def capture(self, graph: RecordedGraph, stream: int, capture_error_mode: str):
         """In place of torch.cuda.graph; as there, after a failure the end fails, too, and the stream stays."""
-        assert capture_error_mode == "thread_local"
+        assert capture_error_mode == "thread_local" and not gc.isenabled()
         before, self.current, self.generator.capturing = self.current, stream, True
         try:
             with graph:

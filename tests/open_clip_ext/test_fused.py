@@ -1,4 +1,4 @@
-"""The choice between fused kernels and single operations; `fused_cases.py` has the kernels."""
+"""The choice between fused kernels and single operations; `CASES` are of the kernels."""
 
 import logging
 import os
@@ -16,12 +16,15 @@ from open_clip_ext import create_loss
 from open_clip_ext.batch import Batch
 from open_clip_ext.kernels import choice
 
-CASES = Path(__file__).with_name("fused_cases.py")
+CASES = ("fused_cases.py", "fused_prototype_cases.py")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which comes with PyTorch for CUDA")
-def test_the_kernels_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(CASES)]
+@pytest.mark.parametrize("cases", CASES)
+def test_the_kernels_in_the_interpreter(cases):
+    path = Path(__file__).with_name(cases)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(path)]
     run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
 

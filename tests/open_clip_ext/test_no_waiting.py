@@ -91,7 +91,7 @@ def test_an_update_of_the_network_is_one_graph(name):
     network.update = lambda batch: seen.append(batch)
     loss(image, text, torch.tensor(10.0), index=torch.arange(16))
     with torch.no_grad():
-        set_gradient = network._gradient_setter(seen[0])
+        set_gradient, _ = network._updates(seen[0])
         alpha, gradient = set_gradient(), network.network.gradients["weight"].clone()
         network.network.gradients["weight"].zero_()
         compiled = torch.compile(set_gradient, fullgraph=True, backend="eager")()
