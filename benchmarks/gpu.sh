@@ -29,7 +29,7 @@ if [[ -n ${TINY:-} ]]; then
     parity=(--batch-size 16 --dim 16 -m 64 --num-samples 200 --steps 4)
     epochs=1 samples=64 batches="16" warmup=1
     graphs=(--batch-sizes 16 --dims 16 -m 64 --num-samples 1000) graphed=fastclip-v3 small=4
-    pairs=(--train-num-samples 64 --batch-size 4)
+    pairs=(--train-num-samples 64 --batch-size 4) few=("${pairs[@]}") compared_runs=(fastclip-v3)
     kernels=(--batch-sizes 70 --size 64 --dim 32 --processes 0) fused=(--batch-sizes 16 --dims 16 --num-samples 100)
 else
     device=cuda precision=amp_bf16 seconds=4
@@ -41,7 +41,8 @@ else
     cases=("ViT-B-32 512 clip" "ViT-B-32 2016 neuclip" "ViT-L-14 256 fastclip-v3" "RN50 512 clip"
         "ViT-B-32 12992 clip-chunked --grad-checkpointing")
     epochs=10 samples=${ICONS_SAMPLES:-20000} batches="1024 512 256 128 64 32" warmup=500
-    pairs=(--train-num-samples 20000 --batch-size 128)
+    pairs=(--train-num-samples 20000 --batch-size 128) few=(--train-num-samples 4096 --batch-size 128)
+    compared_runs=(fastclip-v3 clip-chunked "neuclip --npn-prototypes 512")
     graphs=(--batch-sizes 64 512 4096 8192) small="32 64 128"
     graphed="clip-chunked siglip-chunked fastclip-v3 neuclip"
     kernels=() fused=(--batch-sizes 2048 4096 8192 16384 65536)
@@ -53,13 +54,8 @@ trained=(clip fastclip-v3 neuclip "neuclip --npn-split" fastclip-v2)
 declare -A limits
 if [[ -n ${DECIDE:-} || ${1:-} == decide ]]; then
     export DECIDE=1
-    models=("${models[0]}") compared=(neuclip "neuclip, eager" "neuclip, loss graph")
-    parity+=(--losses scent tempnet drrho-clip neuclip amorlip amorlip-released amorlip-paper tuneclip queue)
-    trained=(clip-chunked fastclip-v3 "neuclip --npn-split")
     if [[ $device == cuda ]]; then
-        BUDGET=${BUDGET:-540} limits=([loss_graph]=210 [network]=60 [steps]=60 [ahead]=60 [parity]=60 [processes]=90)
-        small="32 128" graphed="clip-chunked fastclip-v3 neuclip"
-        fused=(--batch-sizes 8192) pairs=(--train-num-samples 16384 --batch-size 4096)  # where the kernels begin
+        BUDGET=${BUDGET:-540} limits=([trainings]=200) small="32 128" graphed="clip-chunked fastclip-v3 neuclip"
     fi
 fi
 
@@ -94,6 +90,25 @@ loss_graph() {  # --loss-graph: whether each bit is as without it, then times of
     for size in $small; do
         "$PYTHON" benchmarks/step_time.py --device "$device" --seconds 1.5 --model "${models[0]% *}" --batch-size "$size" --precision "$precision" \
             --prototypes "$prototypes" --consecutive "$consecutive" --losses "${losses[@]}" --json "$OUT/loss-graph-$size.json" || return 1
+    done
+}
+trainings() {  # from which step on a second training has other losses, and one with --loss-graph
+    local loss run graph
+    for loss in "${compared_runs[@]}"; do
+        for run in first second graph; do
+            graph=() && [[ $run == graph ]] && graph=(--loss-graph)
+            train " loss .*/s" "${loss%% *}-$run" -m open_clip_ext.main --loss $loss "${graph[@]}" --device "$device" \
+                --model ViT-shapes-tiny --dataset-type shapes --workers 1 --epochs 2 --warmup 10 --log-every-n-steps 1 \
+                --zeroshot-frequency 0 --name "${loss%% *}-$run" "${few[@]}" > /dev/null || return 1
+        done
+        "$PYTHON" - "$OUT/logs/${loss%% *}" <<'END' || return 1
+import json, sys
+first, *others = (
+    [json.loads(line)["loss"] for line in open(f"{sys.argv[1]}-{run}/metrics.jsonl")] for run in ("first", "second", "graph")
+)
+unequal = ([at for at, pair in enumerate(zip(first, other, strict=True), 1) if pair[0] != pair[1]] for other in others)
+print(sys.argv[1].rpartition("/")[2], len(first), "losses; unequal from", *(f"{one[0] if one else 'none'} on" for one in unequal))
+END
     done
 }
 rows() {  # tables on the device and in host memory
@@ -182,10 +197,10 @@ run() {  # the parts of these names, each in its time; the number of those that 
 }
 if [[ ${1:-} == decide ]]; then
     kept=$OUT OUT=$(mktemp -d)
-    run loss_graph network steps ahead parity processes 2>&1 | tee "$kept/decide.txt"
+    run trainings loss_graph 2>&1 | tee "$kept/decide.txt"
     exit "${PIPESTATUS[0]}"
 elif (($#)); then
     run "$@"
 else
-    run parity steps loss_graph memory loss kernels ahead network processes icons rows tests
+    run parity steps trainings loss_graph memory loss kernels ahead network processes icons rows tests
 fi
