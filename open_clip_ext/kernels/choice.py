@@ -77,8 +77,12 @@ def fused_kernels(batch: Batch, kernels: str, name: str, low: bool = False) -> M
 def fused_prototypes(
     prototypes: Tensor, kernels: str, objective: type[Objective], has_keys: bool
 ) -> ModuleType | None:
-    """The module `fused_prototypes`, or None: then an update is single operations. The same on all processes."""
-    if kernels == "eager" or prototypes.device.type != "cuda" or max(prototypes.shape) > MOST_PROTOTYPES:
+    """The module `fused_prototypes`, or None: then an update is single operations. The same on all processes.
+
+    Args:
+        prototypes: at most `MOST_PROTOTYPES` per direction.
+    """
+    if kernels == "eager" or prototypes.device.type != "cuda":
         return None
     kind = objective, has_keys, prototypes.shape, prototypes.dtype, prototypes.device
     arguments = objective, has_keys, prototypes

@@ -55,6 +55,7 @@ class FusedPrototypeUpdate(PrototypeGradient):
 
     def descend(self, gradient: Tensor, prototypes: Tensor, sums: Tensor, lr: float, decay: float, eps: float) -> None:
         """AdaGrad's step in the prototypes and its sums of squares, (2, m, d), for G."""
+        assert gradient.is_contiguous() and prototypes.is_contiguous() and sums.is_contiguous()
         rows, d = self.inverse.numel(), prototypes.shape[2]
         width = triton.next_power_of_2(d)
         height = max(1, NUMBERS // width)

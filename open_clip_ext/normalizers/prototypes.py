@@ -5,8 +5,8 @@ NeuCLIP, Eq. 10 (images as anchors; Eq. 11 is the same with image and text swapp
     alpha_1i = logaddexp(log eps, logsumexp_j'(l(cos(e_1i, W_1j') - s_ii) / tau) - log m),    l(x) = x in the paper
 
 A reset sets W_1 to text and W_2 to image embeddings of the same pairs. `npn` says when the prototypes are reset and
-trained; `kernels.prototype_gradient` has the gradient (Eq. 12). In plain PyTorch: `equations.neuclip_alpha`,
-`equations.neuclip_w`, and a whole training in `equations.neuclip_algorithm_1`.
+trained; `kernels.prototype_gradient` has the gradient (Eq. 12), `kernels.fused_prototypes` whole updates on a GPU. In plain
+PyTorch: `equations.neuclip_alpha`, `equations.neuclip_w`, and a whole training in `equations.neuclip_algorithm_1`.
 
 Readings fixed here, where the paper is silent:
 
@@ -41,7 +41,7 @@ from torch import Tensor
 
 from open_clip_ext.batch import Batch, log_mean
 from open_clip_ext.distributed import LocalTensors, gather_rows, on_first, rank, world_size
-from open_clip_ext.kernels.choice import KERNELS, fused_prototypes
+from open_clip_ext.kernels.choice import KERNELS, MOST_PROTOTYPES, fused_prototypes
 from open_clip_ext.kernels.log_sum import Keys, log_sum, number_of_equals
 from open_clip_ext.kernels.prototype_gradient import PrototypeGradient
 from open_clip_ext.normalizers.npn import NPN
@@ -108,8 +108,9 @@ class Prototypes(RingNormalizer, NPN, LocalTensors):
         if self.npn_split is not None or self.npn_graph or device.type == "cpu":
             return bool(self.npn_split)
         splits = is_split_faster(
-            world_size(), self.capacity, dimension, self.updates, self._samples // self._steps_per_pass
-        )
+            world_size(), self.capacity, dimension, self.updates, self._samples // self._steps_per_pass,
+            has_kernels=self.kernels != "eager" and self._allows_kernels,
+        )  # fmt: skip
         if splits and rank() == 0:
             logging.info("npn_split: on, as by default where that is faster: each process has a part of the prototypes")
         return splits
@@ -203,9 +204,13 @@ class Prototypes(RingNormalizer, NPN, LocalTensors):
 
     def _kernels(self, has_keys: bool) -> ModuleType | None:
         """The module `fused_prototypes`, if it has the updates of all prototypes."""
-        if self.split or self.active < self.capacity or not (self.can_capture and is_linear(self.surrogate)):
+        if self.split or self.active < self.capacity or not self._allows_kernels:
             return None
         return fused_prototypes(self.weight, self.kernels, self.objective, has_keys)
+
+    @property
+    def _allows_kernels(self) -> bool:
+        return self.capacity <= MOST_PROTOTYPES and self.can_capture and is_linear(self.surrogate)
 
     def _active_prototypes(self) -> tuple[Tensor, Tensor]:
         """This process's prototypes in use, (2, k, d), and their norms, (2, k), with 1 in place of 0."""

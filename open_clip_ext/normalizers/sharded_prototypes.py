@@ -25,20 +25,30 @@ MEMORY, PRODUCTS, BETWEEN_PROCESSES, COLLECTIVE = 3e12, 300e12, 25e9, 40e-6
 LAUNCHES = 0.84e-3  # seconds that an update takes without a CUDA graph, which split ones do not have, measured likewise
 
 
-def is_split_faster(processes: int, m: int, dimension: int, updates: int, pairs: int) -> bool:
+# How often an update passes over the prototypes, and over their similarities: `benchmarks/operations.py` counts the
+# former. Split ones have no kernels.
+PASSES, PASSES_OF_KERNELS = (25, 10), (8, 4)
+
+
+def is_split_faster(processes: int, m: int, dimension: int, updates: int, pairs: int, has_kernels: bool) -> bool:
     """Whether split prototypes make a step with `pairs` of all processes faster on GPUs, by counting.
 
-    What is counted: `benchmarks/operations.py`. An update passes 25 times over the prototypes and 10 times over their
-    similarities, both of which are split. That must outweigh the collectives and the launches, and for each anchor
-    what is sent and 12 passes over its gradient.
+    The passes that they save must outweigh the collectives and the launches, and for each anchor what is sent and 12
+    passes over its gradient.
+
+    Args:
+        has_kernels: whether the updates of all prototypes are by `fused_prototypes`.
     """
-    saved_updates = updates * (1 - 1 / processes)
+    whole = PASSES_OF_KERNELS if has_kernels else PASSES
+    of_prototypes, of_similarities = (all - part / processes for all, part in zip(whole, PASSES, strict=True))
     numbers = 2 * 4  # bytes of a float32 in both directions
-    of_step = saved_updates * numbers * 25 * m * dimension / MEMORY - (updates + 3) * COLLECTIVE - updates * LAUNCHES
-    saved = saved_updates * m * (numbers * 10 / MEMORY + 8 * dimension / PRODUCTS)
+    of_step = updates * numbers * of_prototypes * m * dimension / MEMORY
+    of_step -= (updates + 3) * COLLECTIVE + updates * LAUNCHES
+    products = (1 - 1 / processes) * 8 * dimension / PRODUCTS
     row = dimension + 2
     sent = row + (updates + 1) * (processes - 1)
-    of_anchor = saved - numbers * (12 * row / MEMORY + sent / BETWEEN_PROCESSES)
+    of_anchor = updates * m * (numbers * of_similarities / MEMORY + products)
+    of_anchor -= numbers * (12 * row / MEMORY + sent / BETWEEN_PROCESSES)
     return of_step + pairs * of_anchor > 0
 
 

@@ -261,10 +261,12 @@ def test_a_restart_takes_the_other_side_and_keeps_the_optimizers_state_unless_to
 @pytest.mark.parametrize(
     "processes, pairs, device, m, settings, splits",
     [
-        (8, 8192, "meta", 4096, {}, True), (8, 4096, "meta", 4096, {}, False), (2, 8192, "meta", 4096, {}, False),
-        (2, 16384, "meta", 4096, {}, True), (1, 32768, "meta", 4096, {}, False), (8, 8192, "cpu", 4096, {}, False),
-        (8, 8192, "meta", 512, {}, False), (8, 8192, "meta", 4096, {"npn_updates": 0}, False),
-        (8, 8192, "meta", 4096, {"npn_graph": True}, False), (8, 8192, "meta", 4096, {"npn_split": False}, False),
+        (8, 16384, "meta", 4096, {}, True), (8, 8192, "meta", 4096, {}, False), (2, 32768, "meta", 4096, {}, False),
+        (8, 8192, "meta", 4096, {"kernels": "eager"}, True), (8, 4096, "meta", 4096, {"kernels": "eager"}, False),
+        (2, 16384, "meta", 4096, {"kernels": "eager"}, True), (2, 8192, "meta", 4096, {"kernels": "eager"}, False),
+        (1, 32768, "meta", 4096, {}, False), (8, 16384, "cpu", 4096, {}, False),
+        (8, 16384, "meta", 512, {}, False), (8, 16384, "meta", 4096, {"npn_updates": 0}, False),
+        (8, 16384, "meta", 4096, {"npn_graph": True}, False), (8, 16384, "meta", 4096, {"npn_split": False}, False),
         (8, 0, "cpu", 512, {"npn_split": True}, True), (8, 0, "meta", 4096, {}, False),
     ],
 )  # fmt: skip
