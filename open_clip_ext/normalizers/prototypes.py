@@ -5,8 +5,8 @@ NeuCLIP, Eq. 10 (images as anchors; Eq. 11 is the same with image and text swapp
     alpha_1i = logaddexp(log eps, logsumexp_j'(l(cos(e_1i, W_1j') - s_ii) / tau) - log m),    l(x) = x in the paper
 
 A reset sets W_1 to text and W_2 to image embeddings of the same pairs. `npn` says when the prototypes are reset and
-trained; `kernels.prototype_gradient` has the gradient (Eq. 12), `kernels.fused_prototypes` whole updates on a GPU. In plain
-PyTorch: `equations.neuclip_alpha`, `equations.neuclip_w`, and a whole training in `equations.neuclip_algorithm_1`.
+trained; `kernels.prototype_gradient` has the gradient (Eq. 12), `kernels.fused_prototypes` whole updates on a GPU. In
+plain PyTorch: `equations.neuclip_alpha`, `equations.neuclip_w`, a whole training in `equations.neuclip_algorithm_1`.
 
 Readings fixed here, where the paper is silent:
 
