@@ -92,7 +92,7 @@ loss_graph() {  # --loss-graph: whether each bit is as without it, then times of
             --prototypes "$prototypes" --consecutive "$consecutive" --losses "${losses[@]}" --json "$OUT/loss-graph-$size.json" || return 1
     done
 }
-trainings() {  # from which step on a second training has other losses, and one with --loss-graph
+trainings() {  # from which step on a second training has other losses, and which tensors differ; one with --loss-graph, too
     local loss run graph
     for loss in "${compared_runs[@]}"; do
         for run in first second graph; do
@@ -102,12 +102,15 @@ trainings() {  # from which step on a second training has other losses, and one 
                 --zeroshot-frequency 0 --name "${loss%% *}-$run" "${few[@]}" > /dev/null || return 1
         done
         "$PYTHON" - "$OUT/logs/${loss%% *}" <<'END' || return 1
-import json, sys
-first, *others = (
-    [json.loads(line)["loss"] for line in open(f"{sys.argv[1]}-{run}/metrics.jsonl")] for run in ("first", "second", "graph")
-)
+import json, sys, torch
+runs = [f"{sys.argv[1]}-{run}" for run in ("first", "second", "graph")]
+first, *others = ([json.loads(line)["loss"] for line in open(f"{run}/metrics.jsonl")] for run in runs)
+models, *more = (torch.load(f"{run}/checkpoints/epoch_2.pt", map_location="cpu")["state_dict"] for run in runs)
 unequal = ([at for at, pair in enumerate(zip(first, other, strict=True), 1) if pair[0] != pair[1]] for other in others)
 print(sys.argv[1].rpartition("/")[2], len(first), "losses; unequal from", *(f"{one[0] if one else 'none'} on" for one in unequal))
+for run, other in zip(runs[1:], more, strict=True):
+    different = [name for name, tensor in models.items() if not torch.equal(tensor, other[name])]
+    print(run.rpartition("/")[2], len(different), "of", len(models), "tensors differ", *different[:3])
 END
     done
 }

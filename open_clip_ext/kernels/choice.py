@@ -5,6 +5,7 @@ prototypes are those of `fused_prototypes`, on a GPU. Triton, which compiles the
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -38,12 +39,13 @@ def is_large(batch: Batch, name: str) -> bool:
     return batch.image.device.type == "cuda" and batch.size >= LEAST_PAIRS[name]
 
 
-def has_kernels(tensor: Tensor) -> bool:
-    """Whether this process can compile kernels for the tensor."""
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this process can compile kernels for such tensors."""
     return (
-        tensor.dtype == torch.float32
+        device.type == "cuda"
+        and dtype == torch.float32
         and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(tensor.device) >= LEAST_CAPABILITY
+        and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
         and find_spec("triton") is not None
     )
 
@@ -51,7 +53,7 @@ def has_kernels(tensor: Tensor) -> bool:
 def is_possible(batch: Batch) -> bool:
     """Whether this process has the kernels of `fused`."""
     return (
-        has_kernels(batch.image)
+        has_kernels(batch.image.device, batch.image.dtype)
         and batch.image.shape[1] % 16 == 0
         and HAS_OUT_DTYPE
         and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
@@ -74,19 +76,18 @@ def fused_kernels(batch: Batch, kernels: str, name: str, low: bool = False) -> M
     return checked("fused", kind, image, lambda: is_possible(batch), batch, name, low)
 
 
-def fused_prototypes(
-    prototypes: Tensor, kernels: str, objective: type[Objective], has_keys: bool
-) -> ModuleType | None:
-    """The module `fused_prototypes`, or None: then an update is single operations. The same on all processes.
+def fused_prototypes(prototypes: Tensor, kernels: str, objective: type[Objective]) -> ModuleType | None:
+    """The module `fused_prototypes`, or None: then an update is single operations. The same on all processes. Waits for
+    the device the first time.
 
     Args:
         prototypes: at most `MOST_PROTOTYPES` per direction.
     """
-    if kernels == "eager" or prototypes.device.type != "cuda":
+    if kernels == "eager" or prototypes.device.type != "cuda":  # before what processes ask one another
         return None
-    kind = objective, has_keys, prototypes.shape, prototypes.dtype, prototypes.device
-    arguments = objective, has_keys, prototypes
-    return checked("fused_prototypes", kind, prototypes, lambda: has_kernels(prototypes), *arguments)
+    kind = objective, prototypes.shape, prototypes.dtype, prototypes.device
+    is_possible = partial(has_kernels, prototypes.device, prototypes.dtype)
+    return checked("fused_prototypes", kind, prototypes, is_possible, objective, prototypes)
 
 
 def checked(

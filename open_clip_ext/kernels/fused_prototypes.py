@@ -21,6 +21,12 @@ NUMBERS = 2048  # of vectors that a program of `descend` has, unless one vector 
 BOUND = 2**-9
 
 
+def sizes_of(m: int) -> dict[str, int]:
+    """How a program of `weigh` holds m exponents."""
+    width = triton.next_power_of_2(m)
+    return {"BM": width, "num_warps": min(max(width // 512, 1), 16)}
+
+
 class FusedPrototypeUpdate(PrototypeGradient):
     """The updates of a step: `write`, then `descend`. For l(x) = x and prototypes in float32 that are all in use and
     not split.
@@ -47,8 +53,8 @@ class FusedPrototypeUpdate(PrototypeGradient):
             with torch.cuda.device_of(products):
                 prototype_kernels.weigh[(2 * size,)](
                     products, self.inverse, self.shift, self.log_batch, self.anchor_weight, anchor_keys, keys, alpha,
-                    self.log_eps, size, part.start, self.batch.size, m, UNIFIED=self.objective is Unified,
-                    BM=triton.next_power_of_2(m), num_warps=min(max(m // 512, 1), 16),
+                    self.log_eps, size, part.start, self.batch.size, m,
+                    UNIFIED=self.objective is Unified, **sizes_of(m),
                 )  # fmt: skip
             gradient.baddbmm_(products.mT, self.anchors[:, part], beta=0 if part.start == 0 else 1)
         return alpha
@@ -66,9 +72,13 @@ class FusedPrototypeUpdate(PrototypeGradient):
 
 
 @torch.no_grad()
-def deviation(objective: type[Objective], has_keys: bool, prototypes: Tensor) -> float:
+def deviation(objective: type[Objective], prototypes: Tensor) -> float:
     """Largest relative deviation of an update's alpha, movement of the prototypes, here random ones in the given
-    shape, and AdaGrad's sums from those of the single operations."""
+    shape, and AdaGrad's sums from those of the single operations, without keys and with."""
+    return max(_deviation(objective, prototypes, has_keys) for has_keys in (False, True))
+
+
+def _deviation(objective: type[Objective], prototypes: Tensor, has_keys: bool) -> float:
     pairs, device, generator = 304, prototypes.device, torch.Generator().manual_seed(0)
     m, dim = prototypes.shape[1:]
 

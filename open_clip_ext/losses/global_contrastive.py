@@ -149,7 +149,8 @@ class GlobalContrastiveLoss(ComposedLoss):
             rows, updated = self._of_step if trains else (None, None)
             batch = Batch.gather(image, text, tau, index)
             keys = key if positive_key is None else positive_key  # a positive is no negative
-            batch.keys = None if keys is None else all_gather(keys.to(image.device, non_blocking=True))
+            if keys is not None:  # kernels read them one after another
+                batch.keys = all_gather(keys.to(image.device, non_blocking=True)).contiguous()
             if update_state:
                 self.temperature.observe(batch)
             if update_state or not trains:

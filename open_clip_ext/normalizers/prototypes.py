@@ -41,7 +41,7 @@ from torch import Tensor
 
 from open_clip_ext.batch import Batch, log_mean
 from open_clip_ext.distributed import LocalTensors, gather_rows, on_first, rank, world_size
-from open_clip_ext.kernels.choice import KERNELS, MOST_PROTOTYPES, fused_prototypes
+from open_clip_ext.kernels.choice import KERNELS, MOST_PROTOTYPES, fused_prototypes, has_kernels
 from open_clip_ext.kernels.log_sum import Keys, log_sum, number_of_equals
 from open_clip_ext.kernels.prototype_gradient import PrototypeGradient
 from open_clip_ext.normalizers.npn import NPN
@@ -99,17 +99,22 @@ class Prototypes(RingNormalizer, NPN, LocalTensors):
 
     def _make(self, dimension: int, device: torch.device, dtype: torch.dtype, **training: Any) -> SideModel:
         self.check_memory(dimension, device, world_size())
-        self.split = self._splits(dimension, device) and world_size() > 1
+        self.split = self._splits(dimension, device, dtype) and world_size() > 1
         self.ring = EmbeddingRing(self.capacity, dimension, device, dtype, self.split)
         self.update_graph = StepGraph("npn_graph") if self._has_graph(device) else None
         return SideModel({"weight": torch.zeros_like(self.ring.rows)}, **training)
 
-    def _splits(self, dimension: int, device: torch.device) -> bool:
+    def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().materialize(dimension, device, dtype)
+        if self.updates > 0:
+            self._kernels()  # tries them in the first step, which waits for the device anyway
+
+    def _splits(self, dimension: int, device: torch.device, dtype: torch.dtype) -> bool:
         if self.npn_split is not None or self.npn_graph or device.type == "cpu":
             return bool(self.npn_split)
         splits = is_split_faster(
             world_size(), self.capacity, dimension, self.updates, self._samples // self._steps_per_pass,
-            has_kernels=self.kernels != "eager" and self._allows_kernels,
+            has_kernels=self.kernels != "eager" and self._allows_kernels and has_kernels(device, dtype),
         )  # fmt: skip
         if splits and rank() == 0:
             logging.info("npn_split: on, as by default where that is faster: each process has a part of the prototypes")
@@ -188,7 +193,7 @@ class Prototypes(RingNormalizer, NPN, LocalTensors):
             active=self.active, own_active=self.ring.own_active, split=self.split, counts=self._counts(batch), keys=keys
         )
         gradient = network.gradients["weight"][:, : self.ring.own_active]
-        fused = self._kernels(keys is not None)
+        fused = self._kernels() if self.active == self.capacity else None
         if fused is None:
             step = PrototypeGradient(*arguments, **options)
             return lambda: step.write(gradient, *self._active_prototypes()), network.step
@@ -202,11 +207,11 @@ class Prototypes(RingNormalizer, NPN, LocalTensors):
 
         return lambda: update.write_in_directions(gradient, prototypes), make_step
 
-    def _kernels(self, has_keys: bool) -> ModuleType | None:
-        """The module `fused_prototypes`, if it has the updates of all prototypes."""
-        if self.split or self.active < self.capacity or not self._allows_kernels:
+    def _kernels(self) -> ModuleType | None:
+        """The module `fused_prototypes`, if it has the updates, of all prototypes."""
+        if self.split or not self._allows_kernels:
             return None
-        return fused_prototypes(self.weight, self.kernels, self.objective, has_keys)
+        return fused_prototypes(self.weight, self.kernels, self.objective)
 
     @property
     def _allows_kernels(self) -> bool:

@@ -19,12 +19,10 @@ from open_clip_ext.distributed import SCATTER, all_gather, log_sum_over_processe
 from open_clip_ext.kernels.log_sum import Keys, log_sums
 from open_clip_ext.surrogates import Surrogate
 
-# Bytes and operations a second of an H100, as measured (docs/performance.md). Assumed: bytes a second between hosts,
-# less than between the GPUs of one, and seconds of a collective of a few bytes.
-MEMORY, PRODUCTS, BETWEEN_PROCESSES, COLLECTIVE = 3e12, 300e12, 25e9, 40e-6
-LAUNCHES = 0.84e-3  # seconds that an update takes without a CUDA graph, which split ones do not have, measured likewise
-
-
+# Of an H100, as measured: bytes and operations a second, and seconds in which its host launches an update's operations
+# one by one, as those of split ones. Assumed: bytes a second between hosts, less than between the GPUs of one, and
+# seconds of a collective of a few bytes.
+MEMORY, PRODUCTS, LAUNCHES, BETWEEN_PROCESSES, COLLECTIVE = 3e12, 300e12, 1.2e-3, 25e9, 40e-6
 # How often an update passes over the prototypes, and over their similarities: `benchmarks/operations.py` counts the
 # former. Split ones have no kernels.
 PASSES, PASSES_OF_KERNELS = (25, 10), (8, 4)
@@ -33,23 +31,23 @@ PASSES, PASSES_OF_KERNELS = (25, 10), (8, 4)
 def is_split_faster(processes: int, m: int, dimension: int, updates: int, pairs: int, has_kernels: bool) -> bool:
     """Whether split prototypes make a step with `pairs` of all processes faster on GPUs, by counting.
 
-    The passes that they save must outweigh the collectives and the launches, and for each anchor what is sent and 12
-    passes over its gradient.
+    What they save must outweigh the collectives, and for each anchor what is sent and 12 passes over its gradient.
 
     Args:
         has_kernels: whether the updates of all prototypes are by `fused_prototypes`.
     """
-    whole = PASSES_OF_KERNELS if has_kernels else PASSES
-    of_prototypes, of_similarities = (all - part / processes for all, part in zip(whole, PASSES, strict=True))
     numbers = 2 * 4  # bytes of a float32 in both directions
-    of_step = updates * numbers * of_prototypes * m * dimension / MEMORY
-    of_step -= (updates + 3) * COLLECTIVE + updates * LAUNCHES
-    products = (1 - 1 / processes) * 8 * dimension / PRODUCTS
+
+    def seconds(passes: tuple[int, int]) -> float:
+        """Of an update of all prototypes."""
+        moved = numbers * m * (passes[0] * dimension + passes[1] * pairs)
+        return moved / MEMORY + 8 * m * dimension * pairs / PRODUCTS
+
+    whole = seconds(PASSES_OF_KERNELS if has_kernels else PASSES)
+    saved = updates * (whole - max(seconds(PASSES) / processes, LAUNCHES)) - (updates + 3) * COLLECTIVE
     row = dimension + 2
     sent = row + (updates + 1) * (processes - 1)
-    of_anchor = updates * m * (numbers * of_similarities / MEMORY + products)
-    of_anchor -= numbers * (12 * row / MEMORY + sent / BETWEEN_PROCESSES)
-    return of_step + pairs * of_anchor > 0
+    return saved > pairs * numbers * (12 * row / MEMORY + sent / BETWEEN_PROCESSES)
 
 
 class ShardedLogSum(torch.autograd.Function):

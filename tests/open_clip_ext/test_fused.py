@@ -29,6 +29,30 @@ def test_the_kernels_in_the_interpreter(cases):
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which comes with PyTorch for CUDA")
+@pytest.mark.parametrize("m", [1, 40, 3000, 16384])
+@pytest.mark.parametrize("keyed", [False, True])
+def test_the_kernel_of_any_number_of_prototypes_compiles(m, keyed, tmp_path, monkeypatch):
+    """For a GPU that is not there; the interpreter does not see what the compiler refuses."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from open_clip_ext.kernels import fused_prototypes, prototype_kernels
+
+    sizes = fused_prototypes.sizes_of(m)
+    constants = {"UNIFIED": True, "BM": sizes["BM"]} | ({} if keyed else {"anchor_keys": None, "keys": None})
+    types = {"anchor_keys": "*i64", "keys": "*i64"} | dict.fromkeys(("size", "start", "batch", "m"), "i32")
+    names = prototype_kernels.weigh.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
+    source = ASTSource(
+        prototype_kernels.weigh, signature, {(names.index(name),): value for name, value in constants.items()}
+    )
+    warps = {"num_warps": sizes["num_warps"]}
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options=warps).asm["ptx"]
+
+
 def with_fused(monkeypatch, deviation):
     """A stand-in for the module of the kernels."""
     module = ModuleType("fused")
