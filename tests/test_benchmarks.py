@@ -130,7 +130,7 @@ GPU_PARTS = {  # and what the figures of each look like
     "kernels": r"^ *global .* True\n(.*\n)*.*\n *fastclip-v3, fused .*\d\.\d\d",
     "ahead": r"^ *fastclip-v3, fused .*\d\.\d\d.*\n *fastclip-v3, eager .*\d\.\d\d",
     "network": r"graph: RuntimeError: none was captured\n(.*\n)*^ *16 .* equal ",
-    "trainings": r"^fastclip-v3 32 losses; unequal from none on none on\nfastclip-v3-second 0 of .*\nfastclip-v3-graph 0 of ",
+    "trainings": r"^fastclip-v3 32 losses; unequal from none on none on\n.*-second 0 of .*\n.*-graph 0 of ",
     "loss_graph": r"^ *fastclip-v3, loss graph .*\d\.\d\d.*\n(.*\n)*.*fastclip-v3, loss graph .*\d\.\d\d",
     "processes": r"gloo, neuclip --npn-split:\n.* 8/8 loss \d",
     "icons": r"batch 16, fastclip-v3 --rho 6.5:\n.*Eval Epoch: 1 .*\d\.\d\d",
