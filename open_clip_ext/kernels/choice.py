@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.batch import Batch
-from open_clip_ext.distributed import all_gather
+from open_clip_ext.distributed import all_gather, world_size
 from open_clip_ext.objectives import Objective
 from open_clip_ext.options import option
 
@@ -95,10 +95,11 @@ def checked(
 ) -> ModuleType | None:
     """The module `name` of kernels; None where a process does not have them or their results are others. Tried once per
     `kind`, with the `arguments` of the module's `deviation`."""
-    if (name, *kind) not in _usable:
+    key = name, world_size(), *kind
+    if key not in _usable:
         here = torch.tensor([is_possible() and works(name, *arguments)], device=tensor.device)
-        _usable[name, *kind] = bool(all_gather(here.float()).all())
-    return import_module(f"open_clip_ext.kernels.{name}") if _usable[name, *kind] else None
+        _usable[key] = bool(all_gather(here.float()).all())
+    return import_module(f"open_clip_ext.kernels.{name}") if _usable[key] else None
 
 
 def works(name: str, *arguments: Any) -> bool:
