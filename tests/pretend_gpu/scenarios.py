@@ -27,6 +27,7 @@ from variations import SMALL, variations
 
 from open_clip_ext import batch, create_loss, losses
 from open_clip_ext.distributed import all_gather
+from open_clip_ext.kernels import choice
 from open_clip_ext.normalizers.npn import NPN
 from open_clip_ext.row_state import ShardedRows
 
@@ -111,6 +112,7 @@ def briefly(name: str, settings: dict[str, Any]) -> None:
 @contextmanager
 def as_one_of(rank: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
+    choice._usable.clear()  # of the process before
     try:
         yield
     finally:
