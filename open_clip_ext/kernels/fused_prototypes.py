@@ -1,4 +1,5 @@
-"""`prototype_gradient` with AdaGrad's step on a GPU: two matrix products and two kernels in place of 37 operations."""
+"""The gradient of `prototype_gradient` (NeuCLIP, Eq. 12) with AdaGrad's step on a GPU: two matrix products and two
+kernels in place of 37 operations."""
 
 import math
 from typing import Any
@@ -28,8 +29,8 @@ def sizes_of(m: int) -> dict[str, int]:
 
 
 class FusedPrototypeUpdate(PrototypeGradient):
-    """The updates of a step: `write`, then `descend`. For l(x) = x and prototypes in float32 that are all in use and
-    not split.
+    """The updates of a step: `write_in_directions`, then `descend`. For l(x) = x and prototypes in float32 that are all
+    in use and not split.
 
     Args:
         lengths: the prototypes' norms before the first update, (2, m), with 1 in place of 0.
